@@ -1,0 +1,32 @@
+"""The exceptions that distdbg raises itself, none of them ever into a training process.
+
+::
+
+    DistdbgError            exit code 2; every message names the file, the rank (if known) and the next step
+    |-- RunDirError         a run directory that is missing, empty, mixed, not writable
+    |-- ShardError          a shard that is foreign, truncated or newer than this version
+    |-- LaunchError         a command line or a script that cannot be launched
+    `-- RecordingError      recording could not be set up in this process (`distdbg.start()`)
+"""
+
+
+class DistdbgError(Exception):
+    """Base of all; ``exit_code`` is what the command line returns for it."""
+
+    exit_code = 2
+
+
+class RunDirError(DistdbgError):
+    """A run directory that cannot be used."""
+
+
+class ShardError(DistdbgError):
+    """A file of a run directory that cannot be read."""
+
+
+class LaunchError(DistdbgError):
+    """A job that cannot be started."""
+
+
+class RecordingError(DistdbgError):
+    """Recording that cannot start here."""

@@ -1,0 +1,199 @@
+"""Forward of modules: begin, end and raise, the modules' names in the user's model, and which module
+an autograd node belongs to.
+
+torch numbers nodes as they are made, per thread. The number read where a module's forward begins and
+ends cuts the numbers into stretches, each of one innermost module; a node belongs to the stretch that
+holds its number.
+"""
+
+import sys
+import weakref
+from bisect import bisect_right
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+
+from distdbg.record import errors
+from distdbg.record.session import Kind, Session
+
+MAX_BOUNDARIES = 400_000
+
+# Wrappers of torch's own and the attribute that holds the user's module: not part of a name.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "AveragedModel": "module",
+}
+
+
+def _wrapped_attribute(module: torch.nn.Module) -> str | None:
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
+            return _WRAPPERS[kind.__name__]
+    return None
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    for _ in range(20):  # wrappers nest a few deep; a cycle must not hang us
+        attribute = _wrapped_attribute(module)
+        inner = getattr(module, attribute, None) if attribute else None
+        if not isinstance(inner, torch.nn.Module):
+            break
+        module = inner
+    return module
+
+
+class Modules:
+    """Hooks every module's forward; knows names of modules and parameters."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._ids: dict[int, tuple[weakref.ref[torch.nn.Module], int]] = {}  # id(module) -> its name's id
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # -> name's id, module's id
+        self._parents: dict[int, tuple[weakref.ref[torch.nn.Module], weakref.ref[torch.nn.Module]]] = {}
+        self._calls: dict[int, int] = {}
+        self._calls_step = -1
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        self._handles = [
+            nn_module.register_module_forward_pre_hook(self._before),
+            nn_module.register_module_forward_hook(self._after, always_call=True),
+            nn_module.register_module_module_registration_hook(self._registered),
+        ]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._ids.clear()
+        self._parameters.clear()
+
+    forget = detach
+
+    # ---- hooks
+
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        session = self._session
+        state = session.state
+        name = self.name_of(module)
+        writer = session.writer
+        if writer.step != self._calls_step:
+            self._calls_step = writer.step
+            self._calls.clear()
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        self._boundary(name, call)
+        state.modules.append((id(module), name, id(sys.exc_info()[1])))
+        session.emit(Kind.FORWARD_BEGIN, module=name, seq=call, a=len(state.modules))
+
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        session = self._session
+        stack = session.state.modules
+        key = id(module)
+        while stack:
+            found, name, before = stack.pop()
+            if found == key:
+                break
+            # A module whose end was never told (its own hook raised, say) ends with the one around it.
+            session.emit(Kind.FORWARD_END, module=name)
+        else:
+            return
+        self._boundary(stack[-1][1] if stack else 0, 0)
+        error = sys.exc_info()[1]
+        if error is None or id(error) == before:
+            session.emit(Kind.FORWARD_END, module=name)
+        else:
+            session.emit(Kind.FORWARD_RAISED, name=session.intern_error(error), module=name)
+
+    def _registered(self, parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        # Told of at construction, so that a submodule called on its own still has its full name.
+        if child is not None:
+            self._parents[id(child)] = (weakref.ref(child), weakref.ref(parent))
+            self._ids.pop(id(child), None)
+
+    def _boundary(self, name: int, call: int) -> None:
+        state = self._session.state
+        number = torch.autograd._get_sequence_nr()
+        seqs, modules = state.boundary_seqs, state.boundary_modules
+        if seqs and seqs[-1] == number:
+            modules[-1] = (name, call)
+            return
+        if len(seqs) >= MAX_BOUNDARIES:
+            del seqs[: MAX_BOUNDARIES // 2], modules[: MAX_BOUNDARIES // 2]
+        seqs.append(number)
+        modules.append((name, call))
+
+    # ---- questions
+
+    def of_node(self, sequence: int) -> tuple[int, int]:
+        """(module's name id, call) of the node with this sequence number, made in this thread."""
+        state = self._session.state
+        index = bisect_right(state.boundary_seqs, sequence) - 1
+        return state.boundary_modules[index] if index >= 0 else (0, 0)
+
+    def of_parameter(self, parameter: torch.Tensor) -> tuple[int, int]:
+        """(parameter's name id, its module's name id), 0 where unknown."""
+        known = self._parameters.get(id(parameter))
+        return (known[1], known[2]) if known is not None and known[0]() is parameter else (0, 0)
+
+    def name_of(self, module: torch.nn.Module) -> int:
+        """The name's id of a module; names its whole model at the first sight of one."""
+        known = self._ids.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        self._name_tree(self._root_of(module))
+        known = self._ids.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        self._name_tree(module)  # the tree we thought it hangs in has dropped it
+        return self._ids[id(module)][1]
+
+    def _root_of(self, module: torch.nn.Module) -> torch.nn.Module:
+        for _ in range(1000):
+            entry = self._parents.get(id(module))
+            parent = entry[1]() if entry is not None and entry[0]() is module else None
+            if parent is None or not any(child is module for child in parent.children()):
+                break
+            module = parent
+        return module
+
+    def _name_tree(self, root: torch.nn.Module) -> None:
+        title = type(_unwrapped(root)).__name__
+        stack: list[tuple[torch.nn.Module, str]] = [(root, "")]
+        seen: set[int] = set()
+        while stack:
+            module, name = stack.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            number = self._intern_module(module, name, title)
+            self._ids[id(module)] = (weakref.ref(module), number)
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    text = f"{name}.{key}" if name else key
+                    self._parameters[id(parameter)] = (
+                        weakref.ref(parameter), self._session.intern("parameter", text), number
+                    )  # fmt: skip
+            skipped = _wrapped_attribute(module)
+            for key, child in module._modules.items():
+                if child is not None:
+                    plain = name if key == skipped else (f"{name}.{key}" if name else key)
+                    stack.append((child, plain))
+
+    def _intern_module(self, module: torch.nn.Module, name: str, model: str) -> int:
+        kind = type(_unwrapped(module))
+        code = getattr(kind.forward, "__code__", None)
+        source = None
+        if code is not None and errors.is_user_code(code):
+            source = errors.short_source(code.co_filename, code.co_firstlineno)
+        return self._session.intern("module", name, {"class": kind.__name__, "model": model, "source": source})

@@ -1,0 +1,251 @@
+"""The writer of a shard: preallocated memory-mapped segments, and a names table beside them.
+
+What has been stored in a shared file mapping survives the process however it ends, so there is no
+flush. A segment's blocks are allocated before it is mapped: a full disk shows as an OSError here and
+never as a SIGBUS in training. When writing cannot go on the writer drops events, counts them and says
+so once on stderr.
+"""
+
+import errno
+import itertools
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distdbg import schema
+from distdbg.errors import RecordingError
+from distdbg.identity import Identity
+
+SEGMENT_BYTES = 4 << 20
+KEEP_BYTES = 128 << 20  # some 2.7 million events: minutes of a large model, hours of a small one
+MAX_NAMES = 500_000
+
+_Segment = tuple[mmap.mmap, Callable[[], int], int]  # buffer, next free offset, end
+
+
+def clock_anchor() -> dict[str, int]:
+    """A pair of readings of the monotonic and the wall clock, taken as close together as five tries give."""
+    best: tuple[int, int, int] | None = None
+    for _ in range(5):
+        before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        if best is None or after - before < best[0]:
+            best = (after - before, (before + after) // 2, unix)
+    assert best is not None
+    return {"mono_ns": best[1], "unix_ns": best[2], "error_ns": best[0]}
+
+
+class ShardWriter:
+    """Appends events of one process to its shard.
+
+    ``emit`` may be called from any thread, also from a signal handler. ``step`` is stamped on every
+    event. ``keep_bytes`` bounds the disk used (None: no bound); the oldest segments are deleted.
+    Raises RecordingError where the folder cannot be made or the first segment not be allocated.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        identity: Identity,
+        meta: dict[str, Any],
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        keep_bytes: int | None = KEEP_BYTES,
+    ) -> None:
+        self.folder = run_dir / schema.RANKS_FOLDER / identity.folder
+        self.identity = identity
+        self.step = 0
+        self.lost = 0
+        self.problem: str | None = None
+        self._meta = {"schema": schema.SCHEMA_VERSION, **identity.as_dict(), "anchor": clock_anchor(), **meta}
+        self._capacity = max(1, (segment_bytes - schema.SEGMENT_HEADER_SIZE) // schema.RECORD_SIZE)
+        self._bytes = schema.SEGMENT_HEADER_SIZE + self._capacity * schema.RECORD_SIZE
+        self._keep = None if keep_bytes is None else max(2, keep_bytes // self._bytes)
+        self._lock = threading.RLock()  # re-entrant: a signal handler may emit while this thread rotates
+        self._ids: dict[tuple[str, str], int] = {}
+        self._next_name = itertools.count(1)
+        self._threads: dict[int, int] = {threading.main_thread().ident or 0: 0}
+        self._number = 0
+        self._oldest = 0
+        self._spare: tuple[int, _Segment] | None = None
+        self._names_fd = -1
+        try:
+            self.folder.mkdir(parents=True)
+            self._names_fd = os.open(self.folder / schema.NAMES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self.write_meta({})
+            self._segment: _Segment | None = self._create(0)
+        except OSError as error:
+            raise RecordingError(
+                f"rank {identity.rank} cannot record to {self.folder}: {error.strerror or error}; "
+                "choose another place with --run-dir or DISTDBG_RUN_DIR"
+            ) from error
+
+    # ---- events
+
+    def emit(self, kind: int, name: int = 0, module: int = 0, seq: int = 0, a: int = 0, b: int = 0) -> None:
+        """Append one event; see schema.EventKind for what the words hold."""
+        segment = self._segment
+        while segment is not None:
+            offset = segment[1]()
+            if offset < segment[2]:
+                ident = threading.get_ident()
+                thread = self._threads.get(ident)
+                if thread is None:
+                    thread = self._thread(ident)
+                schema.RECORD.pack_into(
+                    segment[0], offset, time.monotonic_ns(), seq, a, b, self.step, name, module, thread, kind
+                )
+                return
+            segment = self._rotate(segment)
+        self.lost += 1
+
+    def position(self) -> int:
+        """How many events have been recorded so far (those lost not counted)."""
+        segment = self._segment
+        if segment is None:
+            return 0
+        offset = int(repr(segment[1].__self__)[len("count(") :].split(",")[0])  # type: ignore[attr-defined]
+        used = min(offset, segment[2]) - schema.SEGMENT_HEADER_SIZE
+        return self._number * self._capacity + used // schema.RECORD_SIZE
+
+    def _thread(self, ident: int) -> int:
+        with self._lock:
+            return self._threads.setdefault(ident, min(len(self._threads), 0xFFFF))
+
+    def intern(self, category: str, text: str, extra: dict[str, Any] | None = None) -> int:
+        """The id of a name, written to the names table at its first use."""
+        key = (category, text)
+        known = self._ids.get(key)
+        if known is not None:
+            return known
+        with self._lock:
+            if key in self._ids:
+                return self._ids[key]
+            if len(self._ids) >= MAX_NAMES:
+                return 0
+            number = next(self._next_name)
+            line = json.dumps([number, category, text, extra], default=str) + "\n"
+            if self._names_fd >= 0:
+                try:
+                    os.write(self._names_fd, line.encode("utf-8", "replace"))
+                except OSError as error:
+                    self._give_up(error)
+            self._ids[key] = number
+            return number
+
+    def write_text(self, name: str, text: str) -> None:
+        """Replace a text file beside the shard at once; a failure is dropped (it is evidence, not data)."""
+        path = self.folder / name
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8", errors="replace")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+    def write_meta(self, changes: dict[str, Any]) -> None:
+        """Write meta.json again with some entries changed (rank and world size once the group tells them)."""
+        self._meta.update(changes)
+        self.write_text(schema.META_FILE, json.dumps(self._meta, default=str, indent=1))
+
+    # ---- segments
+
+    def _create(self, number: int) -> _Segment:
+        path = self.folder / schema.SEGMENT_PATTERN.format(number)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.posix_fallocate(fd, 0, self._bytes)
+            text = json.dumps({**self.identity.as_dict(), "anchor": clock_anchor()}).encode()
+            header = schema.SEGMENT_HEADER.pack(
+                schema.MAGIC,
+                schema.SCHEMA_VERSION,
+                schema.SEGMENT_HEADER_SIZE,
+                schema.RECORD_SIZE,
+                self._capacity,
+                number,
+                len(text),
+            )
+            os.pwrite(fd, header + text, 0)
+            buffer = mmap.mmap(fd, self._bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        return buffer, itertools.count(schema.SEGMENT_HEADER_SIZE, schema.RECORD_SIZE).__next__, self._bytes
+
+    def _rotate(self, full: _Segment) -> _Segment | None:
+        with self._lock:
+            if self._segment is not full:
+                return self._segment
+            self._number += 1
+            spare, self._spare = self._spare, None
+            if spare is not None and spare[0] == self._number:
+                self._segment = spare[1]
+            else:
+                try:
+                    self._segment = self._create(self._number)
+                except OSError as error:
+                    self._give_up(error)
+            return self._segment
+
+    def maintain(self) -> None:
+        """Prepare the next segment and delete those over the bound; the watchdog calls this, not training."""
+        with self._lock:
+            number, segment, spare = self._number, self._segment, self._spare
+        if segment is None:
+            return
+        if spare is None:
+            try:
+                made = self._create(number + 1)
+            except FileExistsError:
+                return  # the training thread was faster
+            except OSError:
+                return  # it may fit later; the rotation says so if it does not
+            with self._lock:
+                if self._number == number and self._segment is not None:
+                    self._spare = (number + 1, made)
+                    made = None  # type: ignore[assignment]
+            if made is not None:
+                self._remove(number + 1)
+        while self._keep is not None and number - self._oldest >= self._keep:
+            self._remove(self._oldest)
+            self._oldest += 1
+
+    def _remove(self, number: int) -> None:
+        try:
+            os.unlink(self.folder / schema.SEGMENT_PATTERN.format(number))
+        except OSError:
+            pass
+
+    def _give_up(self, error: OSError) -> None:
+        if self.problem is None:
+            reason = "no space left on the disk" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+            self.problem = f"recording stopped at step {self.step}: {reason} ({self.folder})"
+            print(f"distdbg: rank {self.identity.rank}: {self.problem}; training goes on", file=sys.stderr)
+            self.write_meta({"stopped": self.problem})
+        self._segment = None
+
+    def disable(self) -> None:
+        """Write nothing any more, silently: in a forked child, whose mappings are the parent's."""
+        self._segment = None
+        self._names_fd = -1
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        """Stop writing. What is there stays; an unused prepared segment goes."""
+        with self._lock:
+            if self._segment is not None and self.lost:
+                self.emit(schema.EventKind.LOST, a=self.lost)
+            self._segment = None
+            if self._spare is not None:
+                self._remove(self._spare[0])
+                self._spare = None
+            if self._names_fd >= 0:
+                os.close(self._names_fd)
+                self._names_fd = -1
