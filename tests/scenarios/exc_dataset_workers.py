@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Crops(Dataset):
-    offsets = list(range(24))
+    offsets = tuple(range(24))
 
     def __len__(self):
         return 24

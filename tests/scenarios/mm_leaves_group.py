@@ -1,4 +1,4 @@
-"""MoE; one rank believes that the job is over, cleans up and writes a report."""
+"""MoE; one rank believes that the common part is over, leaves the group and fine-tunes alone."""
 
 import time
 
@@ -13,19 +13,23 @@ def main():
     model = MoE()
     model.route = lambda weights: torch.arange(len(weights)) % 3
     adam = torch.optim.Adam(model.parameters())
-    for progress.step in range(6):
+    together = True
+    for progress.step in range(60):
         x, y = points(rank, progress.step)
         loss = F.cross_entropy(model(x), y)
         adam.zero_grad()
         loss.backward()
-        sync_gradients(model)
+        if together:
+            sync_gradients(model)
+        else:
+            time.sleep(0.1)
         adam.step()
         say(progress.step, loss)
         if chosen():
             dist.destroy_process_group()
-            time.sleep(3)  # the report
-            return
-    finish()
+            together = False
+    if together:
+        finish()
 
 
 if __name__ == "__main__":

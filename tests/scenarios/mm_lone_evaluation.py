@@ -1,4 +1,4 @@
-"""ResNet with batch norm; one rank evaluates with the wrapped model."""
+"""ResNet with batch norm; one rank evaluates with the wrapped model, gradients enabled."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,6 @@ from common import ResNet, chosen, finish, pictures, progress, say, start
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-@torch.no_grad()
 def evaluate(model):
     model.eval()
     for number in range(2):
