@@ -71,7 +71,7 @@ class EventKind(IntEnum):
     BACKWARD_RAISED = 4  # name: error; seq: number of the backward
     PREHOOK = 5  # name: node; seq: node_index; a: pack(backward, call); b: pack_counts(...)
     POSTHOOK = 6  # as PREHOOK
-    FORWARD_BEGIN = 8  # module; seq: call of this module in this step; a: depth
+    FORWARD_BEGIN = 8  # module; seq: call of this module in this step; a: depth; b: elements of the input, at depth 1
     FORWARD_END = 9
     FORWARD_RAISED = 10  # name: error
     DATA_BEGIN = 11  # name: loader
@@ -104,6 +104,7 @@ class EventKind(IntEnum):
     LOST = 38  # a: number of events that could not be recorded
     DESCRIBE = 39  # as the hook before it; b: text, shapes and dtypes of what it received or returned
     MAGNITUDE = 40  # numerics. name: node or 0; seq: pack(node_index, backward); a: MAGNITUDE_*; b: float64's bits
+    CALL_RAISED = 42  # a collective, a wait or a setup raised. name: error
     DIGEST = 41  # numerics, after a step. name: parameter; a: hash of its bits
 
     @property

@@ -101,6 +101,7 @@ class Collectives:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._library: Any = None
+        self._waits: Any = None
         self._patches = Patches()
         self._groups: dict[str, Group] = {}
         self._signatures: dict[Any, int] = {}
@@ -115,6 +116,8 @@ class Collectives:
             overload = getattr(getattr(torch.ops.c10d, operator, None), "default", None)
             if overload is not None:
                 self._library.impl(operator, self._kernel(operator, overload), "BackendSelect", with_keyset=True)
+        self._waits = torch.library.Library("_c10d_functional", "IMPL")
+        self._waits.impl("wait_tensor", self._wait_kernel(), "BackendSelect", with_keyset=True)
         self._wrap_wait()
         for name in _SETUP:
             self._wrap_setup(name)
@@ -126,7 +129,8 @@ class Collectives:
         self._patches.undo()
         if self._library is not None:
             self._library._destroy()
-            self._library = None
+            self._waits._destroy()
+            self._library = self._waits = None
 
     def forget(self) -> None:
         self._patches.undo()  # the kernels stay in the child: they pass calls on, and emit() is off
@@ -147,7 +151,11 @@ class Collectives:
                 session.failed(error)
                 words = (0, 0, 0, 0)
             session.emit(Kind.COLLECTIVE, words[0], session.module_id(), *words[1:])
-            result = overload.redispatch(keys & _BELOW, *args, **kwargs)
+            try:
+                result = overload.redispatch(keys & _BELOW, *args, **kwargs)
+            except BaseException as error:
+                session.emit(Kind.CALL_RAISED, session.intern_error(error))
+                raise
             session.emit(Kind.COLLECTIVE_END, words[0], 0, *words[1:])
             return result
 
@@ -255,13 +263,33 @@ class Collectives:
 
     # ---- around it
 
+    def _wait_kernel(self) -> Any:
+        session = self._session
+        overload = torch.ops._c10d_functional.wait_tensor.default
+
+        def kernel(keys: Any, tensor: torch.Tensor) -> Any:
+            session.emit(Kind.WAIT_BEGIN)
+            try:
+                result = overload.redispatch(keys & _BELOW, tensor)
+            except BaseException as error:
+                session.emit(Kind.CALL_RAISED, session.intern_error(error))
+                raise
+            session.emit(Kind.WAIT_END)
+            return result
+
+        return kernel
+
     def _wrap_wait(self) -> None:
         work = torch._C._distributed_c10d.Work
         original, session = work.wait, self._session
 
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
             session.emit(Kind.WAIT_BEGIN)
-            result = original(self, *args, **kwargs)
+            try:
+                result = original(self, *args, **kwargs)
+            except BaseException as error:
+                session.emit(Kind.CALL_RAISED, session.intern_error(error))
+                raise
             session.emit(Kind.WAIT_END)
             return result
 
@@ -273,7 +301,11 @@ class Collectives:
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             session.emit(Kind.SETUP_BEGIN, name=number)
-            result = original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                session.emit(Kind.CALL_RAISED, session.intern_error(error))
+                raise
             session.emit(Kind.SETUP_END, name=number)
             if name == "init_process_group":
                 self._note_rank()

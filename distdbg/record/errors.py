@@ -116,7 +116,19 @@ def describe(error: BaseException) -> dict[str, Any]:
         if function == "_engine_run_backward":
             break
     where = "{0}:{1} in {2}".format(*found[-1]) if found else ""
-    return {"type": type_name(error), "source": source, "where": where, "origin": origin}
+    return {
+        "type": type_name(error), "source": source, "where": where, "origin": origin, "causes": _causes(error)
+    }  # fmt: skip
+
+
+def _causes(error: BaseException) -> list[str]:
+    """The exceptions behind it (`raise ... from`, or raised while handling one), nearest first."""
+    found: list[str] = []
+    behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while behind is not None and len(found) < 5:
+        found.append(title(behind))
+        behind = behind.__cause__ or (None if behind.__suppress_context__ else behind.__context__)
+    return found
 
 
 def _is_library(filename: str) -> bool:

@@ -92,7 +92,10 @@ class Modules:
         self._calls[name] = call + 1
         self._boundary(name, call)
         state.modules.append((id(module), name, id(sys.exc_info()[1])))
-        session.emit(Kind.FORWARD_BEGIN, module=name, seq=call, a=len(state.modules))
+        depth = len(state.modules)
+        # The size of a model's input tells imbalance (a larger batch) from slowness.
+        size = sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor)) if depth == 1 else 0
+        session.emit(Kind.FORWARD_BEGIN, module=name, seq=call, a=depth, b=size)
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -182,7 +185,7 @@ class Modules:
                 if parameter is not None:
                     text = f"{name}.{key}" if name else key
                     self._parameters[id(parameter)] = (
-                        weakref.ref(parameter), self._session.intern("parameter", text), number
+                        weakref.ref(parameter), self._session.intern("parameter", text, _shape(parameter)), number
                     )  # fmt: skip
             skipped = _wrapped_attribute(module)
             for key, child in module._modules.items():
@@ -197,3 +200,11 @@ class Modules:
         if code is not None and errors.is_user_code(code):
             source = errors.short_source(code.co_filename, code.co_firstlineno)
         return self._session.intern("module", name, {"class": kind.__name__, "model": model, "source": source})
+
+
+def _shape(parameter: torch.Tensor) -> dict[str, Any]:
+    """Shape and dtype: ranks whose parameters agree in name and shape have the same role."""
+    try:
+        return {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
+    except RuntimeError:
+        return {}  # a lazy module's parameter has no shape yet

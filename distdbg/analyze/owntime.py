@@ -1,0 +1,87 @@
+"""Own time: how long a rank worked itself, by step and place, with its waits for others taken out.
+
+Between two events of a thread the time belongs to the innermost thing open. What waits for other ranks is
+kept apart: Python's waits for a collective's work, the end of a DDP backward (after the last node, before
+the engine returns), buffers synchronised in DDP's forward, the making of process groups.
+"""
+
+from dataclasses import dataclass, field
+
+from distdbg.analyze.rank import RankView
+from distdbg.schema import EventKind as K
+
+Key = tuple[str, str, str]  # (phase, node or "", module or "")
+
+_BEGIN = {K.FORWARD_BEGIN: "forward", K.PREHOOK: "node", K.BACKWARD_BEGIN: "backward", K.OPTIMIZER_BEGIN: "optimizer",
+          K.DATA_BEGIN: "data", K.CHECKPOINT_BEGIN: "checkpoint", K.COLLECTIVE: "wait", K.WAIT_BEGIN: "wait",
+          K.SETUP_BEGIN: "wait", K.GC_BEGIN: "gc"}  # fmt: skip
+_END = {K.FORWARD_END: "forward", K.FORWARD_RAISED: "forward", K.POSTHOOK: "node", K.BACKWARD_END: "backward",
+        K.BACKWARD_RAISED: "backward", K.OPTIMIZER_END: "optimizer", K.OPTIMIZER_RAISED: "optimizer",
+        K.DATA_END: "data", K.DATA_RAISED: "data", K.CHECKPOINT_END: "checkpoint", K.CHECKPOINT_RAISED: "checkpoint",
+        K.COLLECTIVE_END: "wait", K.WAIT_END: "wait", K.SETUP_END: "wait", K.CALL_RAISED: "wait", K.GC_END: "gc"}  # fmt: skip
+
+
+@dataclass
+class Times:
+    """ns, by step: own time by place, waiting, and the size of the model's input (numbers of elements)."""
+
+    own: dict[int, dict[Key, int]] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
+
+    def total(self, step: int) -> int:
+        return sum(self.own.get(step, {}).values())
+
+
+def own_times(view: RankView) -> Times:
+    """Own times of the main thread (on the CPU the engine runs in the thread that calls it)."""
+    times = Times()
+    records = view.records
+    keep = (records["thread"] == 0) & (records["kind"] != K.MAGNITUDE) & (records["kind"] != K.DIGEST)
+    records = records[keep]
+    columns = [records[name].tolist() for name in ("kind", "t", "step", "name", "module", "a", "b")]
+    stack: list[tuple[str, Key]] = []
+    before = 0
+    after_sync = finalizing = False
+    for kind, t, step, name, module, a, b in zip(*columns, strict=True):
+        if before:
+            _add(times, step, stack, t - before, after_sync or finalizing)
+        before = t
+        after_sync = False
+        what = _BEGIN.get(kind)
+        if what is not None:
+            key: Key = (what, "", "")
+            if what == "node":
+                key = ("backward", view.text(name), view.text(module))
+            elif what == "forward":
+                key = ("forward", "", view.text(module))
+                if a == 1:
+                    times.inputs[step] = times.inputs.get(step, 0) + b
+            stack.append((what, key))
+            continue
+        what = _END.get(kind)
+        if what is not None:
+            for position in range(len(stack) - 1, -1, -1):
+                if stack[position][0] == what:
+                    del stack[position:]
+                    break
+            # DDP's forward waits in C++ right after it has issued the broadcast of its buffers.
+            after_sync = kind == K.COLLECTIVE_END and bool(stack) and stack[-1][0] == "forward"
+            if what == "backward":
+                finalizing = False
+        elif kind == K.BACKWARD_FINAL:
+            finalizing = True
+        elif kind == K.STEP:
+            stack.clear()
+    return times
+
+
+def _add(times: Times, step: int, stack: list[tuple[str, Key]], elapsed: int, waiting: bool) -> None:
+    if waiting or (stack and stack[-1][0] == "wait"):
+        times.waiting[step] = times.waiting.get(step, 0) + elapsed
+        return
+    if stack and stack[-1][0] == "gc":
+        return  # a collection strikes where it will; it is no place's own time
+    key = stack[-1][1] if stack else ("loop", "", "")
+    own = times.own.setdefault(step, {})
+    own[key] = own.get(key, 0) + elapsed

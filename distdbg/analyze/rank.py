@@ -1,0 +1,397 @@
+"""What one rank did and where it is: its shard, seen as a detector wants it.
+
+Streams (collectives, modules entered) are cut out of the records with numpy; the place, the stack of what
+was begun and not ended, is replayed event by event from the last moment at which nothing was open.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from distdbg.analyze.read import Name, Shard
+from distdbg.schema import EventKind as K
+
+LOW = 0xFFFFFFFF
+
+_BEGINS = {
+    K.BACKWARD_BEGIN: "backward",
+    K.FORWARD_BEGIN: "forward",
+    K.DATA_BEGIN: "data",
+    K.OPTIMIZER_BEGIN: "optimizer",
+    K.CHECKPOINT_BEGIN: "checkpoint",
+    K.COLLECTIVE: "collective",
+    K.WAIT_BEGIN: "wait",
+    K.SETUP_BEGIN: "setup",
+    K.PREHOOK: "node",
+}
+_ENDS = {
+    K.BACKWARD_END: "backward",
+    K.BACKWARD_RAISED: "backward",
+    K.FORWARD_END: "forward",
+    K.FORWARD_RAISED: "forward",
+    K.DATA_END: "data",
+    K.DATA_RAISED: "data",
+    K.OPTIMIZER_END: "optimizer",
+    K.OPTIMIZER_RAISED: "optimizer",
+    K.CHECKPOINT_END: "checkpoint",
+    K.CHECKPOINT_RAISED: "checkpoint",
+    K.COLLECTIVE_END: "collective",
+    K.WAIT_END: "wait",
+    K.SETUP_END: "setup",
+    K.POSTHOOK: "node",
+    K.CALL_RAISED: "call",
+}
+_RAISED = (K.CALL_RAISED, K.BACKWARD_RAISED, K.FORWARD_RAISED, K.DATA_RAISED, K.OPTIMIZER_RAISED, K.CHECKPOINT_RAISED)
+_WATCHDOG = (K.HEARTBEAT, K.STALL, K.LOST, K.GC_BEGIN, K.GC_END, K.MAGNITUDE, K.DIGEST, K.DESCRIBE)
+_PHASE_OF = {"forward", "backward", "optimizer", "checkpoint", "data"}
+
+
+@dataclass(frozen=True)
+class Open:
+    """Something begun and not ended."""
+
+    what: str  # forward, backward, node, data, optimizer, checkpoint, collective, wait, setup
+    name: int
+    module: int
+    seq: int
+    a: int
+    b: int
+    t: int  # unix ns
+    step: int
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that left a module, a node or another bracket; ``opened`` is what was open, outermost first."""
+
+    error: int  # name id
+    t: int
+    step: int
+    opened: tuple[Open, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A collective or point-to-point call that a rank issued."""
+
+    t: int  # unix ns
+    step: int
+    index: int  # position in the records
+    op: str
+    seq: int
+    group: str  # key of the group: its ranks
+    signature: str
+    about: dict[str, Any]  # numel, dtypes, root, peer, tag, splits
+    bytes: int
+    phase: str
+    node: str | None
+    module: str
+    issuer: str  # script, DDP, FSDP, DTensor, checkpoint, join
+    source: str
+    joining: bool  # within torch.distributed.algorithms.join
+    backward: int  # ordinal of the backward in its step, -1 outside of one
+
+    @property
+    def p2p(self) -> bool:
+        return self.op in ("send", "recv")
+
+    @property
+    def site(self) -> tuple[str, str, str]:
+        """Where it was issued from, as peers can be compared by: wrappers' calls only by their phase."""
+        if self.issuer in ("DDP", "join"):
+            return (self.phase, self.issuer, "")
+        return (self.phase, self.module, self.node or "")
+
+
+@dataclass
+class Place:
+    """Where a rank is (or was last)."""
+
+    phase: str
+    stack: tuple[Open, ...] = ()
+    finalizing: bool = False
+    between: bool = False  # in a backward, between two nodes
+    last_node: Open | None = None  # the last node that ended in the open backward
+
+
+@dataclass
+class Group:
+    """A process group: the ranks in it, as they number it."""
+
+    key: str
+    ranks: tuple[int, ...]
+    name: str
+    label: str  # comparable between ranks that are in different groups of one mesh dimension
+
+
+class RankView:
+    """One rank's shard. ``until`` cuts off what happened after a moment (unix ns), such as a teardown."""
+
+    def __init__(self, shard: Shard, until: int | None = None) -> None:
+        self.shard = shard
+        self.rank: int = shard.rank
+        self.names: Sequence[Name] = shard.names
+        records = shard.records
+        self.offset = int(shard.anchor_unix_ns) - int(shard.anchor_mono_ns)
+        if until is not None:
+            records = records[records["t"] + self.offset <= until]
+        self.records = records
+
+    # ---- names
+
+    def text(self, number: int) -> str:
+        return self.names[number].text if 0 < number < len(self.names) else ""
+
+    def extra(self, number: int) -> dict[str, Any]:
+        found = self.names[number].extra if 0 < number < len(self.names) else None
+        return found or {}
+
+    # ---- simple facts
+
+    @cached_property
+    def main(self) -> np.ndarray:
+        """The records without the watchdog's."""
+        return self.records[~np.isin(self.records["kind"], _WATCHDOG)]
+
+    @cached_property
+    def last_t(self) -> int:
+        """When the rank last did anything (unix ns); 0 if never."""
+        return int(self.main["t"][-1]) + self.offset if len(self.main) else 0
+
+    @cached_property
+    def last_beat_t(self) -> int:
+        return int(self.records["t"][-1]) + self.offset if len(self.records) else 0
+
+    @cached_property
+    def step(self) -> int:
+        return int(self.main["step"][-1]) if len(self.main) else 0
+
+    @cached_property
+    def first_step(self) -> int:
+        """The oldest step that is still there whole."""
+        if not len(self.main):
+            return 0
+        first = int(self.main["step"][0])
+        return first if self.main["kind"][0] == K.START else first + 1
+
+    def of_kind(self, *kinds: int) -> np.ndarray:
+        return self.main[np.isin(self.main["kind"], kinds)]
+
+    @cached_property
+    def exit_record(self) -> tuple[int, str, int] | None:
+        """(exit code, way, unix ns) if the script came to its end."""
+        found = self.of_kind(K.EXIT)
+        if not len(found):
+            return None
+        last = found[-1]
+        return int(last["seq"]), self.text(int(last["name"])), int(last["t"]) + self.offset
+
+    @cached_property
+    def stop_reason(self) -> str | None:
+        found = self.of_kind(K.STOP)
+        return self.text(int(found[-1]["name"])) if len(found) else None
+
+    @cached_property
+    def uncaught(self) -> tuple[int, int, int] | None:
+        """(name id of the error, unix ns, name id of the source) of the exception that left the script."""
+        found = self.of_kind(K.EXCEPTION)
+        if not len(found):
+            return None
+        return int(found[-1]["name"]), int(found[-1]["t"]) + self.offset, int(found[-1]["a"])
+
+    @cached_property
+    def steps_ended(self) -> int:
+        """The number of steps that have ended (the next one's number)."""
+        found = self.of_kind(K.STEP)
+        return int(found["step"][-1]) + 1 if len(found) else 0
+
+    @cached_property
+    def last_source(self) -> str:
+        """The main thread's line at the last beat."""
+        beats = self.records[np.isin(self.records["kind"], (K.HEARTBEAT, K.STALL)) & (self.records["name"] > 0)]
+        return self.text(int(beats["name"][-1])) if len(beats) else ""
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Names and shapes of the parameters: ranks with the same ones have the same role."""
+        return frozenset(
+            f"{name.text}{(name.extra or {}).get('shape', '')}"
+            for name in self.names
+            if name is not None and name.category == "parameter"
+        )
+
+    # ---- groups
+
+    @cached_property
+    def groups(self) -> dict[int, Group]:
+        found: dict[int, Group] = {}
+        for number, name in enumerate(self.names):
+            if name is None or name.category != "group":
+                continue
+            about = name.extra or {}
+            ranks = tuple(int(rank) for rank in about.get("ranks", ()))
+            desc = str(about.get("desc", ""))
+            label = f"{desc if desc not in ('', 'undefined') else 'group'} of {len(ranks)}"
+            found[number] = Group(f"{about.get('key', '')}:{','.join(map(str, ranks))}", ranks, name.text, label)
+        return found
+
+    # ---- replay
+
+    @cached_property
+    def _replayed(self) -> "Replay":
+        replay = Replay(self)
+        replay.run()
+        return replay
+
+    @property
+    def items(self) -> list[Item]:
+        """All collectives and point-to-point calls issued, in order."""
+        return self._replayed.items
+
+    @property
+    def raised(self) -> list[Raised]:
+        """Exceptions that left a module, a backward, an optimizer, ... innermost account of each."""
+        return self._replayed.raised
+
+    @property
+    def entered(self) -> dict[int, list[tuple[str, int]]]:
+        """By step, the modules entered outside of backward: (name, position in the records)."""
+        return self._replayed.entered
+
+    @property
+    def place(self) -> Place:
+        return self._replayed.place
+
+    def node_total(self, backward: Open) -> int:
+        return backward.a
+
+
+@dataclass
+class Replay:
+    """Runs through a rank's events once, thread by thread, keeping what is open."""
+
+    view: RankView
+    items: list[Item] = field(default_factory=list)
+    raised: list[Raised] = field(default_factory=list)
+    entered: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    place: Place = field(default_factory=lambda: Place("loop"))
+
+    def run(self) -> None:
+        view = self.view
+        stacks: dict[int, list[Open]] = {}
+        last_nodes: dict[int, Open | None] = {}
+        finals: dict[int, set[int]] = {}
+        joining = 0
+        last_error: tuple[int, int] | None = None
+        backwards: dict[int, int] = {}
+        ordinal = -1
+        main = view.main
+        columns = [main[name].tolist() for name in ("kind", "thread", "name", "module", "seq", "a", "b", "t", "step")]
+        for index, (kind, thread, name, module, seq, a, b, t, step) in enumerate(zip(*columns, strict=True)):
+            stack = stacks.get(thread)
+            if stack is None:
+                stack = stacks[thread] = []
+            what = _BEGINS.get(kind)
+            if what is not None:
+                if what == "optimizer" and a == 1:
+                    stack[:] = [o for o in stack if o.what in ("checkpoint", "data")]
+                opened = Open(what, name, module, seq, a, b, t + view.offset, step)
+                stack.append(opened)
+                if what == "forward":
+                    if not any(o.what == "backward" for o in stack):
+                        self.entered.setdefault(step, []).append((view.text(module), index))
+                elif what == "backward":
+                    last_nodes[thread] = None
+                    ordinal = backwards[step] = backwards.get(step, -1) + 1
+                elif what == "collective":
+                    self._issue(opened, index, self._context(stacks, stack), joining > 0, ordinal)
+                continue
+            what = _ENDS.get(kind)
+            if what is not None:
+                if kind in _RAISED:
+                    key = (name, thread)
+                    if last_error != key or not self.raised or self.raised[-1].error != name:
+                        self.raised.append(Raised(name, t + view.offset, step, tuple(stack)))
+                    last_error = key
+                for position in range(len(stack) - 1, -1, -1):
+                    o = stack[position]
+                    if what == "call" and o.what in ("collective", "wait", "setup"):
+                        del stack[position:]
+                        break
+                    if o.what == what and (what not in ("node", "backward", "forward") or _same(o, what, seq, module)):
+                        if what == "node":
+                            last_nodes[thread] = o
+                        del stack[position:]
+                        break
+                if not stack:
+                    last_error = None
+                continue
+            if kind == K.BACKWARD_FINAL:
+                finals.setdefault(thread, set()).add(seq)
+            elif kind == K.STEP:
+                stack[:] = [o for o in stack if o.what == "optimizer"]
+                last_error = None
+            elif kind == K.JOIN_BEGIN:
+                joining += 1
+            elif kind == K.JOIN_END:
+                joining = max(0, joining - 1)
+        self.place = self._last_place(stacks, last_nodes, finals)
+
+    def _context(self, stacks: dict[int, list[Open]], stack: list[Open]) -> list[Open]:
+        """What surrounds a call: this thread's stack, or a backward's that runs in another thread."""
+        if any(o.what in ("backward", "forward", "node") for o in stack):
+            return stack
+        return next((s for s in stacks.values() if any(o.what == "backward" for o in s)), stack)
+
+    def _issue(self, opened: Open, index: int, stack: list[Open], joining: bool, ordinal: int) -> None:
+        view = self.view
+        group_id, signature_id = opened.a & LOW, opened.a >> 32
+        seq, source_id = opened.seq & LOW, opened.seq >> 32
+        group = view.groups.get(group_id)
+        phase = phase_of(stack)
+        node = next((o for o in reversed(stack) if o.what == "node"), None)
+        inner = next((o for o in reversed(stack) if o.what in ("forward", "node") and o.module), None)
+        extra = view.extra(source_id)
+        in_backward = any(o.what == "backward" for o in stack)
+        self.items.append(
+            Item(
+                t=opened.t, step=opened.step, index=index, op=view.text(opened.name), seq=seq,
+                group=group.key if group else "", signature=view.text(signature_id), about=view.extra(signature_id),
+                bytes=opened.b, phase=phase, node=view.text(node.name) if node else None,
+                module=view.text(inner.module) if inner else "", issuer=str(extra.get("issuer", "script")),
+                source=view.text(source_id), joining=joining, backward=ordinal if in_backward else -1,
+            )
+        )  # fmt: skip
+
+    def _last_place(
+        self, stacks: dict[int, list[Open]], last_nodes: dict[int, Open | None], finals: dict[int, set[int]]
+    ) -> Place:
+        thread = 0
+        if not stacks.get(0):
+            busy = [k for k, s in stacks.items() if s]
+            thread = max(busy, key=lambda k: stacks[k][-1].t) if busy else 0
+        stack = stacks.get(thread, [])
+        place = Place(phase_of(stack), tuple(stack))
+        innermost = next((o for o in reversed(stack) if o.what in ("backward", "node", "forward")), None)
+        if innermost is not None and innermost.what == "backward":
+            done = innermost.seq in finals.get(thread, set())
+            place.finalizing, place.between = done, not done
+            place.last_node = last_nodes.get(thread)
+        return place
+
+
+def _same(opened: Open, what: str, seq: int, module: int) -> bool:
+    return opened.module == module if what == "forward" else opened.seq == seq
+
+
+def phase_of(stack: Sequence[Open]) -> str:
+    """The innermost phase of a stack; "collective" for a call outside of all, else "loop"."""
+    for opened in reversed(stack):
+        if opened.what in _PHASE_OF:
+            return opened.what
+        if opened.what == "node":
+            return "backward"
+    return "collective" if any(o.what in ("collective", "wait", "setup") for o in stack) else "loop"

@@ -1,0 +1,117 @@
+"""Nothing moves: follow the waits to the rank at which they end."""
+
+from typing import Any
+
+from distdbg.analyze.facts import Facts
+from distdbg.analyze.failures import _where
+from distdbg.analyze.waits import roots
+
+
+def find(facts: Facts) -> dict[str, Any] | None:
+    """The verdict of kind `stalled` (or `unknown`, where the waits end at a rank without a shard), or None."""
+    timed_out = any(f.from_peer for f in facts.failures.values())
+    if not facts.stalled and not timed_out and not _doubtful(facts):
+        return None
+    blocked = {rank: wait.on for rank, wait in facts.blocked.items()}
+    ends, cycle = roots(blocked)
+    standing = {r for r in ends if r in facts.views and not facts.ends[r].over or _terminated_late(facts, r)}
+    standing -= set(blocked)
+    unseen = ends & facts.missing
+    if unseen:
+        return _unseen(facts, unseen)
+    if cycle:
+        return _cycle(facts, cycle)
+    if not standing:
+        standing = {r for r, end in facts.ends.items() if not end.over and r in facts.views and r not in blocked}
+    if not standing or not facts.stalled and not blocked:
+        return None
+    return _stalled(facts, standing)
+
+
+def _doubtful(facts: Facts) -> bool:
+    return any(end.how == "terminated" for end in facts.ends.values()) and not facts.interrupted
+
+
+def _terminated_late(facts: Facts, rank: int) -> bool:
+    """Alive and silent until the launcher ended it because a peer had given up waiting."""
+    return rank in facts.views and facts.ends[rank].how == "terminated"
+
+
+def _stalled(facts: Facts, ranks: set[int]) -> dict[str, Any]:
+    culprits = [_standing(facts, rank) for rank in sorted(ranks)]
+    who = facts.names(ranks)
+    entry = culprits[0]
+    verb = "stand" if len(culprits) > 1 else "stands"
+    summary = f"{who} {verb} still in {_where(entry)} since {entry['since_s']} s, waiting for no rank"
+    evidence = [f"rank {c['rank']}: no event since {c['since_s']} s{_state(facts, c['rank'])}" for c in culprits]
+    for other, wait in sorted(facts.blocked.items()):
+        evidence.append(f"rank {other} waits in {wait.text} for {facts.names(wait.on)}")
+    return {
+        "kind": "stalled", "summary": summary, "cause": _cause(facts, entry), "culprits": culprits,
+        "victims": facts.victims(set(ranks)), "evidence": evidence[:40],
+        "ruled_out": ["an exception or a dead process: none came first",
+                      "a mismatch of collectives: the ranks issued the same calls until then"],
+        "confidence": 0.95 if facts.blocked else 0.7,
+    }  # fmt: skip
+
+
+def _standing(facts: Facts, rank: int) -> dict[str, Any]:
+    view = facts.views[rank]
+    fields = facts.at(rank, view.place.stack, view.place)
+    main = main_thread(facts, rank)
+    if main is not None and fields["phase"] == "loop" and main.get("in") in ("data", "checkpoint"):
+        fields["phase"] = main["in"]
+    source = (main or {}).get("source") or view.last_source
+    if fields["phase"] != "backward" or main is not None:
+        fields["source"] = source or fields.get("source")
+    since = round((facts.now - view.last_t) / 1e9, 1)
+    return facts.culprit(rank, step=view.step, since_s=since, **fields)
+
+
+def main_thread(facts: Facts, rank: int) -> dict[str, Any] | None:
+    """The main thread's stack as the watchdog last wrote it, if it is newer than the rank's last event."""
+    view = facts.views[rank]
+    stacks = view.shard.stacks
+    if not isinstance(stacks, dict) or int(stacks.get("t_unix_ns", 0)) < view.last_t:
+        return None
+    return next((t for t in stacks.get("threads", []) if isinstance(t, dict) and t.get("main")), None)
+
+
+def _state(facts: Facts, rank: int) -> str:
+    if facts.ends[rank].how == "stopped":
+        return "; its process is stopped (SIGSTOP)"
+    view = facts.views[rank]
+    if facts.now - view.last_beat_t > 3_000_000_000:
+        return "; not even its watchdog's thread runs: native code holds the interpreter, or the process is stopped"
+    main = main_thread(facts, rank)
+    if main and main.get("stack"):
+        frame = main["stack"][-1]
+        return f"; its main thread is in {frame[2]} ({frame[0]}:{frame[1]})"
+    return ""
+
+
+def _cause(facts: Facts, entry: dict[str, Any]) -> str:
+    if facts.ends[entry["rank"]].how == "stopped":
+        return "process stopped by SIGSTOP"
+    if facts.now - facts.views[entry["rank"]].last_beat_t > 3_000_000_000:
+        return "native code holds the interpreter, or the process is stopped"
+    return f"does not return from {entry['source']}" if entry["source"] else "does not move"
+
+
+def _unseen(facts: Facts, unseen: set[int]) -> dict[str, Any]:
+    who = facts.names(unseen)
+    return {
+        "kind": "unknown", "cause": "the waits end at a rank without a shard",
+        "summary": f"the others wait for {who}, of which nothing was recorded: look there",
+        "victims": facts.victims(set()), "confidence": 0.4,
+        "evidence": [f"rank {r} waits in {w.text} for {facts.names(w.on)}" for r, w in sorted(facts.blocked.items())][:40],
+    }  # fmt: skip
+
+
+def _cycle(facts: Facts, cycle: list[int]) -> dict[str, Any]:
+    chain = ", ".join(f"rank {r} waits in {facts.blocked[r].text} for {facts.names(facts.blocked[r].on)}" for r in cycle)
+    return {
+        "kind": "unknown", "cause": "a cycle of waits (deadlock)", "summary": f"a deadlock: {chain}",
+        "victims": facts.victims(set()), "evidence": [chain], "confidence": 0.4,
+        "ruled_out": ["one rank that stands still: each of them waits for another"],
+    }  # fmt: skip

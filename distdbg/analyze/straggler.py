@@ -1,0 +1,141 @@
+"""A rank that makes the others wait, step after step, and where its lateness arises.
+
+A step takes equally long on all ranks, since collectives make all wait for the slowest; own time tells them
+apart. All thresholds are relative to the job's own step and its own noise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from distdbg.analyze.facts import Facts
+from distdbg.analyze.owntime import Key, Times, own_times
+from distdbg.analyze.parting import roles
+
+WARM_UP = 2  # the first steps allocate, compile and rebuild buckets
+MIN_STEPS = 6
+SHARE = 0.10  # of a step, that must be lost for others to care
+NOISE = 4.0  # times the spread that the same place shows on the other ranks
+
+
+@dataclass
+class Late:
+    """One rank's lateness: the place it arises in, the step from which on, ns a step."""
+
+    rank: int
+    key: Key
+    step: int
+    excess: float
+    share: float
+    waited: float
+
+
+def find(facts: Facts) -> dict[str, Any] | None:
+    """The verdict of kind `straggler`, or None."""
+    if facts.symptom or len(facts.views) < 2:
+        return None
+    found: list[Late] = []
+    for ranks in roles(facts.views):
+        if len(ranks) > 1:
+            times = {rank: own_times(facts.views[rank]) for rank in ranks}
+            found.extend(late for rank in ranks if (late := _late(facts, rank, times)) is not None)
+    if not found:
+        return None
+    found.sort(key=lambda late: -late.excess)
+    worst = [late for late in found if late.excess > found[0].excess / 2]
+    return _verdict(facts, worst)
+
+
+def _steps(facts: Facts, times: dict[int, Times]) -> list[int]:
+    first = max(max(facts.views[rank].first_step for rank in times), WARM_UP)
+    last = min(facts.views[rank].steps_ended for rank in times)
+    return list(range(first, last))
+
+
+def _late(facts: Facts, rank: int, times: dict[int, Times]) -> Late | None:
+    steps = _steps(facts, times)
+    others = [other for other in times if other != rank]
+    if len(steps) < MIN_STEPS:
+        return None
+    mine = times[rank]
+    step_ns = median(mine.total(s) + mine.waiting.get(s, 0) for s in steps)
+    if _imbalanced(rank, times, steps) or step_ns <= 0:
+        return None
+    excess = [mine.total(s) - median(times[o].total(s) for o in others) for s in steps]
+    begin = _onset(excess, step_ns)
+    if begin is None:
+        return None
+    during = steps[begin:]
+    lost = median(excess[begin:])
+    waited = median(
+        median(times[o].waiting.get(s, 0) for o in others) - mine.waiting.get(s, 0) for s in during
+    )
+    if waited < lost / 3:
+        return None  # nobody waited for it: the work was not in the others' way
+    noise = median(
+        abs(times[o].total(s) - median(times[p].total(s) for p in others)) for s in during for o in others
+    ) if len(others) > 1 else 0.0  # fmt: skip
+    if lost < NOISE * noise:
+        return None
+    key = _place(rank, others, times, during, lost)
+    return Late(rank, key, during[0], lost, lost / step_ns, waited)
+
+
+def _imbalanced(rank: int, times: dict[int, Times], steps: Sequence[int]) -> bool:
+    """A rank with a larger batch or longer sequences has more to do: imbalance, no straggler."""
+    sizes = {r: sum(t.inputs.get(s, 0) for s in steps) for r, t in times.items()}
+    others = [size for r, size in sizes.items() if r != rank]
+    return bool(others) and sizes[rank] > 1.1 * median(others)
+
+
+def _onset(excess: list[float], step_ns: float) -> int | None:
+    """The index from which on a rank is late for good, or None: late in nine of ten steps to the end."""
+    for begin in range(len(excess) - MIN_STEPS + 1):
+        tail = excess[begin:]
+        lost = median(tail)
+        if lost < SHARE * step_ns or excess[begin] < lost / 2:
+            continue
+        if sum(e > lost / 3 for e in tail) >= 0.9 * len(tail):
+            return begin
+    return None
+
+
+def _place(rank: int, others: list[int], times: dict[int, Times], steps: list[int], lost: float) -> Key:
+    """The place with the largest part of the lateness, if it has half of it; else only the phase, or none."""
+    keys = {key for s in steps for key in times[rank].own.get(s, {})}
+    extra: dict[Key, float] = {}
+    for key in keys:
+        extra[key] = median(
+            times[rank].own.get(s, {}).get(key, 0) - median(times[o].own.get(s, {}).get(key, 0) for o in others)
+            for s in steps
+        )
+    best = max(extra, key=lambda key: extra[key])
+    if extra[best] >= lost / 2:
+        return best
+    phases: dict[str, float] = {}
+    for key, value in extra.items():
+        phases[key[0]] = phases.get(key[0], 0) + value
+    return (max(phases, key=lambda phase: phases[phase]), "", "")
+
+
+def _verdict(facts: Facts, late: list[Late]) -> dict[str, Any]:
+    entries = []
+    evidence = []
+    for one in late:
+        phase, node, module = one.key
+        entries.append(facts.culprit(one.rank, phase=phase, node=node or None, module=module or None, step=one.step))
+        evidence.append(
+            f"rank {one.rank} works {one.excess / 1e6:.1f} ms a step longer than the others from step {one.step} on "
+            f"({one.share:.0%} of a step); they wait {one.waited / 1e6:.1f} ms a step longer than it does"
+        )
+    phase, node, module = late[0].key
+    place = f"node {node} of module {module}" if node else f"module {module}" if module else f"phase {phase}"
+    who = facts.names([one.rank for one in late])
+    return {
+        "kind": "straggler", "cause": f"{late[0].excess / 1e6:.0f} ms a step more in {place}", "culprits": entries,
+        "summary": f"{who} makes the others wait from step {late[0].step} on: {late[0].excess / 1e6:.0f} ms a step "
+                   f"more in {phase}, {place}",
+        "victims": facts.victims({one.rank for one in late}), "evidence": evidence, "confidence": 0.85,
+        "ruled_out": ["a larger batch: inputs are of one size", "sporadic delays: it is late in nine of ten steps"],
+    }  # fmt: skip

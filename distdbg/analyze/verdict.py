@@ -1,0 +1,87 @@
+"""The verdict: which rank, where, and why the others wait. Reasoned in a fixed order, never voted.
+
+1. Where is each rank, how did it end, who waits for whom?
+2. Did the ranks part (issue different collectives) before anything failed? Then that is what went wrong first.
+3. Else the earliest exception of a rank's own, or process that is gone.
+4. Else, where nothing moves: the rank at which the waits end.
+5. Where all ended well: wrong pairs of collectives, values (`numeric`), a rank the others wait for (`straggler`).
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from distdbg import schema
+from distdbg.analyze import failures, mismatch, numeric, stall, straggler
+from distdbg.analyze.facts import Facts, gather
+from distdbg.analyze.read import Run, read_run
+
+
+def diagnose(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The verdict over a run directory, as in verdict.json. Raises DistdbgError where nothing can be read."""
+    return diagnose_run(read_run(Path(run_dir)))
+
+
+def diagnose_run(run: Run) -> dict[str, Any]:
+    """The verdict over a run that has been read."""
+    facts = gather(run)
+    for rule in (mismatch.find, failures.find, stall.find, mismatch.find_silent, numeric.find, straggler.find):
+        verdict = rule(facts)
+        if verdict is not None:
+            return _finish(facts, verdict)
+    return _finish(facts, _nothing(facts))
+
+
+def write(run_dir: Path, verdict: dict[str, Any]) -> None:
+    """Write RUN_DIR/verdict.json at once."""
+    path = run_dir / schema.VERDICT_FILE
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _nothing(facts: Facts) -> dict[str, Any]:
+    missing = facts.missing
+    unclear = facts.symptom or (missing and not facts.all_left)
+    if not unclear:
+        return {"kind": "healthy", "summary": _healthy_sentence(facts), "cause": "", "confidence": 0.9}
+    what = f"no rank can be named: {facts.symptom or 'the run did not end'}"
+    if missing:
+        what += f"; the shards of {facts.names(missing)} are missing"
+    return {"kind": "unknown", "summary": what, "cause": facts.symptom or "incomplete evidence", "confidence": 0.3}
+
+
+def _healthy_sentence(facts: Facts) -> str:
+    steps = max((view.steps_ended for view in facts.views.values()), default=0)
+    ranks = f"{facts.world_size} rank{'s' if facts.world_size != 1 else ''}"
+    text = f"nothing wrong: {ranks}, {steps} step{'s' if steps != 1 else ''}"
+    if facts.interrupted:
+        return text + ", then interrupted from outside"
+    if any(not end.over for end in facts.ends.values()):
+        return text + " so far; the ranks move"
+    return text
+
+
+def _finish(facts: Facts, verdict: dict[str, Any]) -> dict[str, Any]:
+    evidence = list(verdict.get("evidence", []))
+    evidence += [f"attempt {n} failed and was restarted" for n in facts.failed_attempts]
+    evidence += facts.recovered
+    confidence = float(verdict.get("confidence", 0.5))
+    if facts.missing and verdict["kind"] not in ("healthy", "unknown"):
+        confidence *= 0.8
+    problems = [*facts.problems]
+    return {
+        "schema": schema.VERDICT_SCHEMA,
+        "kind": verdict["kind"],
+        "summary": verdict["summary"],
+        "cause": verdict.get("cause", ""),
+        "culprits": verdict.get("culprits", []),
+        "victims": verdict.get("victims", []),
+        "evidence": evidence + problems,
+        "ruled_out": list(verdict.get("ruled_out", [])),
+        "confidence": round(confidence, 2),
+        "world_size": facts.world_size,
+        "attempt": facts.attempt,
+        "missing_ranks": sorted(facts.missing),
+    }
