@@ -5,7 +5,7 @@ import signal
 
 import torch
 import torch.nn.functional as F
-from common import CLASSES, ViT, here, job_step, say, start
+from common import CLASSES, ViT, finish, here, job_step, say, start
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,7 +30,7 @@ def main():
         loss.backward()
         sgd.step()
         say(number, loss)
-    torch.distributed.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from common import CLASSES, WORDS, Encoder, here, job_step, say, start
+from common import CLASSES, WORDS, Encoder, finish, here, job_step, say, start
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
@@ -28,7 +28,7 @@ def main():
         loss.backward()
         adam.step()
         say(number, loss)
-    torch.distributed.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from common import CLASSES, ResNet, here, job_step, say, start
+from common import CLASSES, ResNet, finish, here, job_step, say, start
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,7 +27,7 @@ def main():
         sgd.step()
         sgd.zero_grad()
         say(number, loss)
-    torch.distributed.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def main():
     model.route = lambda weights: torch.arange(len(weights)) % 3
     adam = torch.optim.Adam(model.parameters())
     together = True
-    for progress.step in range(60):
+    for progress.step in range(150):
         x, y = points(rank, progress.step)
         loss = F.cross_entropy(model(x), y)
         adam.zero_grad()

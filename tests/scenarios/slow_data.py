@@ -4,7 +4,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from common import CLASSES, Recurrent, here, job_step, say, start
+from common import CLASSES, Recurrent, finish, here, job_step, say, start
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,7 +29,7 @@ def main():
         loss.backward()
         adam.step()
         say(number, loss)
-    torch.distributed.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import threading
 
 import torch
 import torch.nn.functional as F
-from common import CLASSES, FOREVER, ResNet, here, job_step, say, start
+from common import CLASSES, FOREVER, ResNet, finish, here, job_step, say, start
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -40,7 +40,7 @@ def main():
         loss.backward()
         sgd.step()
         say(number, loss)
-    torch.distributed.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":
