@@ -58,6 +58,20 @@ def cut_of(events: list[dict[str, Any]]) -> int | None:
     return min(times) if times else None
 
 
+def interrupt_of(views: dict[int, RankView]) -> int | None:
+    """When a rank was thrown out by KeyboardInterrupt, where no launcher tells of an interrupt: unix ns or None."""
+    times = []
+    for view in views.values():
+        marks = [(raised.error, raised.t) for raised in view.raised]
+        if view.uncaught is not None:
+            marks.append(view.uncaught[:2])
+        for error, t in marks:
+            about = view.extra(error)
+            if about.get("type") == "KeyboardInterrupt" or "KeyboardInterrupt" in about.get("causes", ()):
+                times.append(t)
+    return min(times, default=None)
+
+
 def failure_of(view: RankView) -> Failure | None:
     found = view.uncaught
     if found is None:

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from distdbg.analyze import waits as waits_module
-from distdbg.analyze.ends import End, Failure, cut_of, ends_of, failure_of
+from distdbg.analyze.ends import End, Failure, cut_of, ends_of, failure_of, interrupt_of
 from distdbg.analyze.rank import Open, Place, Raised, RankView
 from distdbg.analyze.read import Run
 from distdbg.analyze.waits import Wait
@@ -40,7 +40,7 @@ class Facts:
 
     @property
     def interrupted(self) -> bool:
-        return any(e.get("event") == "interrupted" for e in self.events)
+        return self.cut is not None and not any(e.get("event") == "kill" for e in self.events)
 
     @property
     def all_left(self) -> bool:
@@ -128,7 +128,7 @@ class Facts:
             if wait is None and failure is None and self.ends[rank].how in ("left", "running"):
                 continue
             on = [r for r in (wait.on if wait else ()) if r != rank]
-            where = wait.text if wait else ("its peer's end" if failure else "what it did; it was ended with the others")
+            where = wait.text if wait else ("its peer's end" if failure else "nothing: it was ended with the others")
             if wait is not None:
                 where += self._issued_by(wait)
             found.append({"rank": rank, "waits_for": on or sorted(culprits), "in": where})
@@ -235,6 +235,10 @@ def gather(run: Run) -> Facts:
         if known is None or shard.anchor_unix_ns > known.anchor_unix_ns:
             newest[shard.rank] = shard
     views = {rank: RankView(shard, cut) for rank, shard in sorted(newest.items())}
+    interrupt = interrupt_of(views) if cut is None else None
+    if interrupt is not None:
+        cut = interrupt - 1
+        views = {rank: RankView(shard, cut) for rank, shard in sorted(newest.items())}
     ends = ends_of(views, run.launcher, attempt, cut)
     found = {rank: failure for rank, view in views.items() if (failure := failure_of(view)) is not None}
     world = max(

@@ -34,9 +34,26 @@ def find_silent(facts: Facts) -> dict[str, Any] | None:
     if facts.symptom or facts.missing:
         return None
     parting = first_by_group(facts.views, places=True)
-    if parting is None or not parting.culprits or _harmless(parting):
+    if parting is None:
+        parting = first_by_role(facts.views, facts.ends)
+        if parting is None or not _swapped(facts, parting):
+            return None
+    elif not parting.culprits or _harmless(parting):
         return None
     return _verdict(facts, parting, silent=True)
+
+
+def _swapped(facts: Facts, parting: Parting) -> bool:
+    """The same calls as the peers', in another order over several groups, and only in that step.
+
+    Each group then sees equal sequences, so nothing stops, and sums over one group go into the other too early.
+    An order that a rank always has is its own business.
+    """
+    ours, theirs = parting.ours, parting.theirs
+    if parting.by != "majority" or ours is None or theirs is None or ours.group_name == theirs.group_name:
+        return False
+    habits = first_by_habit(facts.views)
+    return habits is not None and habits.step == parting.step and set(habits.culprits) == set(parting.culprits)
 
 
 def _harmless(parting: Parting) -> bool:
@@ -122,7 +139,8 @@ def _call(item: Item | None) -> str:
         return "no call"
     place = item.issuer if item.issuer in ("DDP", "join") else item.module
     where = f" in {item.phase}" + (f" of {place}" if place else "")
-    return f"{item.op}{f' of {item.signature}' if item.signature else ''}{where}" + (
+    what = f"{item.op}{f' of {item.signature}' if item.signature else ''} on {item.group_name}"
+    return f"{what}{where}" + (
         f" ({item.source})" if item.source else ""
     )
 

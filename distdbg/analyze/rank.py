@@ -83,6 +83,7 @@ class Item:
     op: str
     seq: int
     group: str  # key of the group: its ranks
+    group_name: str
     signature: str
     about: dict[str, Any]  # numel, dtypes, root, peer, tag, splits
     bytes: int
@@ -167,7 +168,8 @@ class RankView:
 
     @cached_property
     def step(self) -> int:
-        return int(self.main["step"][-1]) if len(self.main) else 0
+        """The step the rank is in."""
+        return max(int(self.main["step"][-1]), self.steps_ended) if len(self.main) else 0
 
     @cached_property
     def first_step(self) -> int:
@@ -359,7 +361,7 @@ class Replay:
         self.items.append(
             Item(
                 t=opened.t, step=opened.step, index=index, op=view.text(opened.name), seq=seq,
-                group=group.key if group else "", signature=view.text(signature_id), about=view.extra(signature_id),
+                group=group.key if group else "", group_name=group.name if group else "", signature=view.text(signature_id), about=view.extra(signature_id),
                 bytes=opened.b, phase=phase, node=view.text(node.name) if node else None,
                 module=view.text(inner.module) if inner else "", issuer=str(extra.get("issuer", "script")),
                 source=view.text(source_id), joining=joining, backward=ordinal if in_backward else -1,

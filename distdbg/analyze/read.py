@@ -1,0 +1,253 @@
+"""A run directory -> shards and the launcher's events. Reads live shards, too; never unpickles or evaluates.
+
+What can be read is read; what cannot is told in ``Run.problems``, each with the file, the rank and the next step.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distdbg import schema
+from distdbg.errors import RunDirError, ShardError
+
+RECORD_DTYPE = np.dtype([(name, kind) for name, kind in schema.RECORD_FIELDS])
+_FOLDER = re.compile(r"rank(\d+)-attempt(\d+)-(.*)-(\d+)$")
+MAX_TEXT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Name:
+    """One line of a names table."""
+
+    category: str
+    text: str
+    extra: dict[str, Any] | None
+
+
+@dataclass
+class Shard:
+    """What one process recorded. ``records``: RECORD_DTYPE, shape (events,), sorted by time.
+
+    ``names[i]`` is the name with id i (None where it is unknown). Times of records are monotonic ns of the host;
+    ``anchor_*`` is one moment on both clocks.
+    """
+
+    folder: Path
+    rank: int
+    attempt: int
+    host: str
+    pid: int
+    world_size: int
+    run_id: str
+    anchor_mono_ns: int
+    anchor_unix_ns: int
+    names: Sequence[Name | None]
+    records: np.ndarray
+    meta: dict[str, Any]
+    exception: dict[str, Any] | None = None
+    stacks: dict[str, Any] | None = None
+    fatal_stacks: Path | None = None
+
+
+@dataclass
+class Run:
+    """A run directory: shards of all attempts, the launchers' events in order of time, run.json."""
+
+    path: Path
+    shards: list[Shard] = field(default_factory=list)
+    launcher: list[dict[str, Any]] = field(default_factory=list)
+    run: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
+    """Read a run directory; with ``tail_segments`` only the newest segments of each shard.
+
+    Raises RunDirError where there is no run, ShardError where no shard can be read.
+    """
+    path = Path(run_dir)
+    if not path.is_dir():
+        raise RunDirError(f"{path} is not a directory; give the run directory that `distdbg run` printed first")
+    run = Run(path)
+    run.run = _json_file(path / schema.RUN_FILE, run.problems) or {}
+    for file in sorted(path.glob(schema.LAUNCHER_PREFIX + "*.jsonl")):
+        run.launcher.extend(_json_lines(file, run.problems))
+    run.launcher.sort(key=lambda event: _int(event.get("t_unix_ns")))
+    folders = sorted(p for p in (path / schema.RANKS_FOLDER).glob("*") if p.is_dir())
+    if not folders:
+        if run.launcher or run.run:
+            raise RunDirError(
+                f"{path} holds no shard: the job ended before any rank began to record; look at its own output"
+            )
+        raise RunDirError(f"{path} holds no run (no {schema.RANKS_FOLDER}/ folder); give a run directory of distdbg")
+    for folder in folders:
+        shard = _read_shard(folder, run.problems, tail_segments)
+        if shard is not None:
+            run.shards.append(shard)
+    if not run.shards:
+        raise ShardError(f"no shard in {path} can be read: " + "; ".join(run.problems[:3]))
+    _check_mixed(run)
+    return run
+
+
+def _check_mixed(run: Run) -> None:
+    runs = {(s.attempt, s.run_id) for s in run.shards}
+    attempts = {attempt for attempt, _ in runs}
+    if len(runs) > len(attempts):
+        ids = ", ".join(sorted({run_id for _, run_id in runs}))
+        run.problems.append(f"{run.path} mixes shards of several runs ({ids}); use a run directory of its own for each")
+
+
+def _int(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0
+
+
+def _json_file(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        if path.stat().st_size > MAX_TEXT_BYTES:
+            problems.append(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MB and was left out")
+            return None
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path} cannot be read ({type(error).__name__}); it was left out")
+        return None
+    if not isinstance(found, dict):
+        problems.append(f"{path} does not hold what it should (a JSON object); it was left out")
+        return None
+    return found
+
+
+def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        problems.append(f"{path} cannot be read ({error.strerror}); the launcher's events are missing")
+        return []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            if number < len(lines):
+                problems.append(f"{path}, line {number}: not JSON; left out")
+            continue
+        if isinstance(event, dict):
+            found.append(event)
+    return found
+
+
+def _read_names(folder: Path, problems: list[str]) -> list[Name | None]:
+    names: list[Name | None] = [None]
+    path = folder / schema.NAMES_FILE
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        problems.append(f"{path} is missing: nodes and modules of {folder.name} have no names; copy the whole folder")
+        return names
+    bad = 0
+    for line in lines:
+        try:
+            number, category, text, extra = json.loads(line)
+        except (ValueError, TypeError, RecursionError):
+            bad += 1
+            continue
+        if not isinstance(number, int) or not 0 < number < 10_000_000 or not isinstance(text, str):
+            bad += 1
+            continue
+        if number >= len(names):
+            names.extend([None] * (number + 1 - len(names)))
+        names[number] = Name(str(category), text, extra if isinstance(extra, dict) else None)
+    if bad > 1:  # the last line of a killed rank may be torn
+        problems.append(f"{path}: {bad} lines cannot be read; their names are missing")
+    return names
+
+
+def _read_segment(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """(records, header's JSON). Raises ShardError."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(schema.SEGMENT_HEADER_SIZE)
+            data = file.read()
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read ({error.strerror})") from error
+    try:
+        magic, version, header, record, _, _, length = schema.SEGMENT_HEADER.unpack_from(head)
+    except struct.error:
+        raise ShardError(f"{path} is truncated: no header; the segment is left out") from None
+    if magic != schema.MAGIC:
+        raise ShardError(f"{path} is not a segment of distdbg; the file is left out")
+    if version > schema.SCHEMA_VERSION:
+        raise ShardError(
+            f"{path} was written by a newer distdbg (schema {version}, this one reads {schema.SCHEMA_VERSION}); "
+            "upgrade distdbg to read it"
+        )
+    if record != schema.RECORD_SIZE or header != schema.SEGMENT_HEADER_SIZE:
+        raise ShardError(f"{path} has another record layout ({record} bytes a record); the file is left out")
+    whole = len(data) // schema.RECORD_SIZE * schema.RECORD_SIZE
+    records = np.frombuffer(data[:whole], dtype=RECORD_DTYPE)
+    text = head[schema.SEGMENT_HEADER.size : schema.SEGMENT_HEADER.size + length]
+    try:
+        about = json.loads(text)
+    except ValueError:
+        about = {}
+    return records[records["kind"] != 0], about if isinstance(about, dict) else {}
+
+
+def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | None:
+    parts: list[np.ndarray] = []
+    header: dict[str, Any] = {}
+    segments = sorted(folder.glob("seg-*" + schema.SEGMENT_SUFFIX))
+    if tail is not None:
+        segments = segments[-tail - 1 :]  # the newest may be a prepared one that is empty yet
+    for path in segments:
+        try:
+            records, about = _read_segment(path)
+        except ShardError as error:
+            problems.append(str(error))
+            continue
+        header = header or about
+        parts.append(records)
+    meta = _json_file(folder / schema.META_FILE, problems) or {}
+    about = {**header, **meta}
+    if not parts or not about:
+        problems.append(f"{folder}: nothing of this rank can be read; copy the folder again from the rank's host")
+        return None
+    records = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    known = np.isin(records["kind"], [int(kind) for kind in schema.EventKind])
+    if not known.all():
+        problems.append(f"{folder}: {int((~known).sum())} events of unknown kinds were left out")
+        records = records[known]
+    records = records[np.argsort(records["t"], kind="stable")]
+    matched = _FOLDER.match(folder.name)
+    anchor = about.get("anchor") if isinstance(about.get("anchor"), dict) else {}
+    if meta.get("stopped"):
+        problems.append(f"rank {about.get('rank')}: {meta['stopped']}; what came later is not there")
+    fatal = folder / schema.FATAL_STACKS_FILE
+    return Shard(
+        folder=folder,
+        rank=_int(about.get("rank", matched.group(1) if matched else 0)),
+        attempt=_int(about.get("attempt", matched.group(2) if matched else 0)),
+        host=str(about.get("host", matched.group(3) if matched else "")),
+        pid=_int(about.get("pid", matched.group(4) if matched else 0)),
+        world_size=max(1, _int(about.get("world_size", 1))),
+        run_id=str(about.get("run_id", "")),
+        anchor_mono_ns=_int(anchor.get("mono_ns")),
+        anchor_unix_ns=_int(anchor.get("unix_ns")),
+        names=_read_names(folder, problems),
+        records=records,
+        meta=about,
+        exception=_json_file(folder / schema.EXCEPTION_FILE, problems),
+        stacks=_json_file(folder / schema.STACKS_FILE, problems),
+        fatal_stacks=fatal if fatal.exists() else None,
+    )

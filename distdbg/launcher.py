@@ -1,0 +1,198 @@
+"""`distdbg run`: torchrun's own parser and agent in this process, with ears.
+
+torchrun's options, output and exit code are torchrun's. Around them: a run directory, the worker that
+records on each rank, a monitor thread, and at the end the verdict and the timeline.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from distdbg import schema
+from distdbg.errors import LaunchError
+from distdbg.monitor import EventLog, Monitor, _plain_environ, diagnose
+from distdbg.pace import Pace
+
+MERGE_LIMIT_BYTES = 400 << 20
+
+
+def build_parser() -> ArgumentParser:
+    """torchrun's parser with our options added; they come before SCRIPT, like torchrun's."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "distdbg run"
+    parser.description = "Launch a job as torchrun does (all of its options hold), recorded; ends with the verdict."
+    ours = parser.add_argument_group("distdbg")
+    ours.add_argument("--run-dir", type=Path, help="where to record (default: distdbg-runs/<time>-<script>)")
+    ours.add_argument("--stall-timeout", type=_seconds, metavar="S",
+                      help="seconds without an event on any rank that are a stall (default: from the job's own pace)")  # fmt: skip
+    ours.add_argument("--on-stall", choices=("report", "kill"), default="report", help="default: report")
+    ours.add_argument("--numerics", action="store_true", help="look for non-finite values and parting replicas")
+    ours.add_argument("--describe", action="store_true", help="note shapes and dtypes of what each node's hooks receive")
+    ours.add_argument("--keep", metavar="MB", type=_keep, help="disk a rank's record may take, or 'all' (default: 128)")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError(text)
+    return value
+
+
+def _keep(text: str) -> str:
+    if text != "all" and not float(text) > 0:
+        raise ValueError(text)
+    return text
+
+
+def main(argv: list[str]) -> int:
+    """Run a job; returns the exit code that torchrun would give."""
+    args = build_parser().parse_args(argv)
+    if args.no_python:
+        raise LaunchError("--no-python starts a program that is not Python, and there is nothing to record in one; "
+                          "use torchrun for it")  # fmt: skip
+    if not args.module and not os.path.isfile(args.training_script):
+        raise LaunchError(f"no such script: {args.training_script}; give the path of a Python file, or -m and a module")
+    run_dir = prepare(args)
+    if run_dir is None:
+        return run_torchrun(args)[0]
+    _environment(args, run_dir)
+    _through_worker(args)
+    events = EventLog(run_dir)
+    events.write("launch", argv=argv)
+    monitor = Monitor(run_dir, events, Pace(args.stall_timeout), args.on_stall)
+    monitor.start()
+    code, failures = run_torchrun(args)
+    monitor.finish()
+    if monitor.killed and code == 0:
+        code = 1
+    events.write("end", exit_code=code, failures=failures)
+    events.close()
+    conclude(run_dir)
+    return code
+
+
+# ---- before
+
+
+def prepare(args: Namespace) -> Path | None:
+    """Make the run directory and write run.json; None (and one line) where that can't be done."""
+    given = args.run_dir is not None
+    run_dir = args.run_dir.absolute() if given else _default_dir(args.training_script)
+    several = not re.fullmatch(r"1(:1)?", str(args.nnodes))
+    if given and run_dir.exists():
+        if not run_dir.is_dir():
+            raise LaunchError(f"{run_dir} is a file; give --run-dir another name")
+        if any(run_dir.iterdir()) and not several:
+            raise LaunchError(f"{run_dir} is not empty; give --run-dir a new directory, or remove this one")
+    try:
+        (run_dir / schema.RANKS_FOLDER).mkdir(parents=True, exist_ok=True)
+        if not (run_dir / schema.RUN_FILE).exists():
+            (run_dir / schema.RUN_FILE).write_text(json.dumps(_about(args), indent=1, default=str) + "\n")
+    except OSError as error:
+        print(f"distdbg: not recording: {run_dir} cannot be written ({error.strerror}); the job runs without", file=sys.stderr)
+        return None
+    print(f"distdbg: recording to {run_dir}", file=sys.stderr, flush=True)
+    return run_dir
+
+
+def _default_dir(script: str) -> Path:
+    stem = re.sub(r"[^\w.-]", "_", Path(script).stem)
+    base = Path("distdbg-runs").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def _about(args: Namespace) -> dict[str, Any]:
+    import torch
+
+    from distdbg import __version__
+
+    return {
+        "schema": schema.SCHEMA_VERSION, "script": args.training_script, "script_args": args.training_script_args,
+        "nnodes": args.nnodes, "nproc_per_node": args.nproc_per_node, "start_unix_ns": time.time_ns(),
+        "host": os.uname().nodename, "cwd": os.getcwd(), "stall_timeout": args.stall_timeout,
+        "versions": {"distdbg": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+    }  # fmt: skip
+
+
+def _environment(args: Namespace, run_dir: Path) -> None:
+    """What the workers, which inherit it, are told."""
+    env = os.environ
+    env["DISTDBG_RUN_DIR"] = str(run_dir)
+    for name, value in (("DISTDBG_NUMERICS", args.numerics), ("DISTDBG_DESCRIBE", args.describe)):
+        if value:
+            env[name] = "1"
+    if args.keep is not None:
+        env["DISTDBG_KEEP"] = args.keep
+    if args.stall_timeout is not None:
+        env["DISTDBG_STALL_TIMEOUT"] = str(args.stall_timeout)
+
+
+def _through_worker(args: Namespace) -> None:
+    """Have torchrun start distdbg's worker, and that the script."""
+    script = ["-m", args.training_script] if args.module else [args.training_script]
+    args.training_script_args = [*script, *args.training_script_args]
+    args.training_script = "distdbg.worker"
+    args.module, args.run_path = True, False
+
+
+# ---- torchrun
+
+
+def run_torchrun(args: Namespace) -> tuple[int, list[dict[str, Any]]]:
+    """torchrun's main, from its parsed arguments on: (exit code, what it says of failed ranks)."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.run import run
+
+    try:
+        record(run)(args)
+    except SystemExit as error:
+        return (error.code if isinstance(error.code, int) else 1), []
+    except ChildFailedError as error:
+        traceback.print_exc()
+        return 1, [
+            {"rank": rank, "local_rank": failure.local_rank, "exit_code": failure.exitcode, "pid": failure.pid}
+            for rank, failure in error.failures.items()
+        ]
+    except BaseException:  # torchrun's own: a signal it was sent, a rendezvous that failed; it ends with 1
+        traceback.print_exc()
+        return 1, []
+    return 0, []
+
+
+# ---- after
+
+
+def conclude(run_dir: Path) -> None:
+    """Write verdict.json and timeline.csv, and print the verdict last."""
+    size = sum(path.stat().st_size for path in (run_dir / schema.RANKS_FOLDER).glob("*/seg-*"))
+    merge = [sys.executable, "-m", "distdbg", "merge", str(run_dir)]
+    merging = None
+    if size <= MERGE_LIMIT_BYTES:
+        merging = subprocess.Popen(merge, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_plain_environ())
+    text = diagnose(run_dir)
+    if merging is not None:
+        try:
+            _, problem = merging.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            merging.kill()
+            merging.communicate()
+            problem = f"distdbg: the timeline takes long; make it with: distdbg merge {run_dir}"
+        if merging.returncode and problem.strip():
+            print(problem.strip().splitlines()[-1], file=sys.stderr)
+    else:
+        print(f"distdbg: the record is large; make its timeline with: distdbg merge {run_dir}", file=sys.stderr)
+    print(text, file=sys.stderr, flush=True)

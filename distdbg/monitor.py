@@ -1,0 +1,254 @@
+"""Watches a job while torchrun runs it: starts and ends of ranks, their pace, stalls; tells the verdict's reasoning.
+
+A thread of the launcher. It reads live shards and the operating system; torchrun itself it leaves alone.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from distdbg import processes, schema
+from distdbg.pace import Pace, RankPace
+from distdbg.processes import Worker
+from distdbg.tail import Tail
+
+TICK_S = 0.05
+PACE_S = 0.5
+GRACE_S = 2.0
+BUSY_BYTES_PER_S = 1 << 20
+
+
+class EventLog:
+    """launcher-<host>-<pid>.jsonl: one JSON object a line, written through at once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        name = f"{schema.LAUNCHER_PREFIX}{os.uname().nodename}-{os.getpid()}.jsonl"
+        self._file = open(run_dir / name, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the job runs
+        self._lock = threading.Lock()
+
+    def write(self, event: str, **fields: Any) -> None:
+        line = {"event": event, "t_unix_ns": time.time_ns(), "t_mono_ns": time.monotonic_ns(), **fields}
+        with self._lock:
+            try:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
+            except (OSError, ValueError):
+                return  # a full disk must not end the job
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def diagnose(run_dir: Path, *, timeout: float = 120.0) -> str:
+    """Write verdict.json and return the verdict's text; in a process of its own, so that it can't harm the agent."""
+    command = [sys.executable, "-m", "distdbg", "diagnose", str(run_dir), "--write"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=_plain_environ())
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"distdbg: no verdict ({type(error).__name__}); try: distdbg diagnose {run_dir}"
+    return done.stdout.strip() or done.stderr.strip()
+
+
+def _plain_environ() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("DISTDBG_")}
+
+
+class Monitor:
+    """Start with ``start``, end with ``finish``. ``on_stall``: "report" or "kill"."""
+
+    def __init__(self, run_dir: Path, events: EventLog, pace: Pace, on_stall: str) -> None:
+        self._run_dir = run_dir
+        self._events = events
+        self._pace = pace
+        self._on_stall = on_stall
+        self._workers: dict[int, Worker] = {}  # by pid
+        self._strangers: set[int] = set()
+        self._tails: dict[int, Tail] = {}  # by pid
+        self._ranks: dict[int, RankPace] = {}  # by pid
+        self._usage: dict[int, tuple[float, int]] = {}
+        self._stopped: set[int] = set()
+        self._order = 0
+        self._stalled = False
+        self._kill_at: float | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="distdbg-monitor", daemon=True)
+        self._helpers: list[threading.Thread] = []
+        self._signals_read, self._signals_write = os.pipe()
+        self.killed = False
+        self.interrupted = False
+
+    def start(self) -> None:
+        """Call on the main thread: it also has the interpreter tell of signals, without replacing a handler."""
+        os.set_blocking(self._signals_read, False)
+        os.set_blocking(self._signals_write, False)
+        self._old_wakeup = signal.set_wakeup_fd(self._signals_write, warn_on_full_buffer=False)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """The job is over: note what ended last and stop."""
+        self._look_for_exits()
+        self._done.set()
+        self._thread.join(timeout=10)
+        for helper in self._helpers:
+            helper.join(timeout=130)
+        signal.set_wakeup_fd(self._old_wakeup)
+        os.close(self._signals_read)
+        os.close(self._signals_write)
+        for tail in self._tails.values():
+            tail.close()
+        for worker in self._workers.values():
+            if worker.pidfd >= 0:
+                os.close(worker.pidfd)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        next_pace = 0.0
+        while not self._done.is_set():
+            try:
+                self._look_for_signals()
+                self._look_for_workers()
+                self._look_for_exits()
+                now = time.monotonic()
+                if now >= next_pace:
+                    next_pace = now + PACE_S
+                    self._look_at_pace(now)
+                if self._kill_at is not None and now >= self._kill_at:
+                    self._kill_at = None
+                    for worker in self._alive():
+                        processes.end(worker, signal.SIGKILL)
+            except Exception as error:  # a fault of ours, in a thread of ours: never into the job
+                print(f"distdbg: monitor: {error!r}; the job goes on", file=sys.stderr)
+                return
+            processes.wait_any(self._alive(), TICK_S)
+
+    def _alive(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.status is None]
+
+    def _look_for_signals(self) -> None:
+        try:
+            data = os.read(self._signals_read, 64)
+        except BlockingIOError:
+            return
+        fatal = [n for n in data if n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+        if not fatal or self.killed or self.interrupted:
+            return
+        self.interrupted = True
+        self._events.write("interrupted", signal=signal.Signals(fatal[0]).name)
+        # Ranks that are stuck do not heed torchrun's signal; whoever interrupts does not wait for 30 s.
+        self._kill_at = time.monotonic() + 1.5 * GRACE_S
+        self._help(lambda: diagnose(self._run_dir))
+
+    def _help(self, work: Any) -> None:
+        helper = threading.Thread(target=work, daemon=True)
+        self._helpers.append(helper)
+        helper.start()
+
+    def _look_for_workers(self) -> None:
+        for pid in processes.children():
+            if pid in self._workers or pid in self._strangers:
+                continue
+            worker = processes.worker_of(pid, str(self._run_dir))
+            if worker is None:
+                if processes.state(pid) not in ("", "Z") and self._exec_done(pid):
+                    self._strangers.add(pid)
+                continue
+            self._workers[pid] = worker
+            self._ranks[pid] = RankPace(time.monotonic())
+            self._events.write("worker_start", rank=worker.rank, local_rank=worker.local_rank,
+                               attempt=worker.attempt, pid=pid)  # fmt: skip
+
+    @staticmethod
+    def _exec_done(pid: int) -> bool:
+        """A child between fork and exec still has our command line; it may yet become a rank."""
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_bytes() != Path("/proc/self/cmdline").read_bytes()
+        except OSError:
+            return False
+
+    def _look_for_exits(self) -> None:
+        for worker in self._alive():
+            status = processes.peek(worker)
+            if status is None:
+                continue
+            worker.status = status
+            self._ranks[worker.pid].exited = True
+            self._order += 1
+            code, name = status
+            extra = {"status": "reaped"} if status == (None, None) else {}
+            self._events.write("worker_exit", rank=worker.rank, attempt=worker.attempt, pid=worker.pid,
+                               exit_code=code, signal=name, order=self._order, **extra)  # fmt: skip
+
+    # ---- pace
+
+    def _look_at_pace(self, now: float) -> None:
+        attempt = max((worker.attempt for worker in self._workers.values()), default=0)
+        current = {p: w for p, w in self._workers.items() if w.attempt == attempt}
+        moved = False
+        for pid, worker in current.items():
+            if worker.status is None:
+                moved = self._look_at(worker, now) or moved
+        ranks = {pid: self._ranks[pid] for pid in current}
+        if self._stalled:
+            if moved:
+                self._stalled = False
+                self._events.write("recovered")
+                print("distdbg: the job moves again", file=sys.stderr)
+            return
+        if self.killed or self.interrupted:
+            return
+        silence = self._pace.stalled(ranks, now)
+        if silence is not None:
+            self._stalled = True
+            self._events.write("stall", silence_s=round(silence, 1), limit_s=round(self._pace.limit(ranks), 1))
+            self._help(lambda: self._report_stall(silence))
+
+    def _look_at(self, worker: Worker, now: float) -> bool:
+        pace = self._ranks[worker.pid]
+        tail = self._tails.get(worker.pid)
+        if tail is None:
+            folders = list((self._run_dir / schema.RANKS_FOLDER).glob(f"rank*-{worker.pid}"))
+            if not folders:
+                return False  # it has not begun to record: importing, say
+            tail = self._tails[worker.pid] = Tail(folders[0])
+        steps = tail.steps
+        moved = tail.poll()
+        if moved:
+            self._pace.saw_progress(worker.rank, pace.last_progress, now)
+            pace.last_progress = now
+        if tail.steps > steps:
+            if steps:
+                self._pace.saw_step((now - pace.step_t) / (tail.steps - steps))
+            else:
+                self._pace.saw_step(0.0)
+            pace.step, pace.step_t = tail.steps, now
+        pace.phase, pace.called = tail.phase, tail.called
+        pace.counts = (tail.collectives, tail.steps)
+        cpu, moved_bytes = processes.usage(worker.pid)
+        before = self._usage.get(worker.pid, (cpu, moved_bytes))
+        self._usage[worker.pid] = (cpu, moved_bytes)
+        pace.busy = cpu - before[0] > PACE_S / 2 or moved_bytes - before[1] > BUSY_BYTES_PER_S * PACE_S
+        if processes.state(worker.pid) == "T" and worker.pid not in self._stopped:
+            self._stopped.add(worker.pid)
+            self._events.write("stopped", rank=worker.rank, attempt=worker.attempt, pid=worker.pid)
+        elif worker.pid in self._stopped and moved:
+            self._stopped.discard(worker.pid)
+            self._events.write("continued", rank=worker.rank, attempt=worker.attempt, pid=worker.pid)
+        return moved
+
+    def _report_stall(self, silence: float) -> None:
+        text = diagnose(self._run_dir)
+        print(f"distdbg: nothing has moved for {silence:.0f} s\n{text}", file=sys.stderr, flush=True)
+        if self._on_stall != "kill" or not self._stalled:
+            return
+        self.killed = True
+        self._events.write("kill", reason="stall")
+        print("distdbg: ending the job (--on-stall kill)", file=sys.stderr, flush=True)
+        self._kill_at = time.monotonic() + GRACE_S
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun's agent then ends its ranks and does not restart them

@@ -1,0 +1,130 @@
+"""Follows a live shard cheaply: what a rank last did, without reading it again from the start."""
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+from distdbg import schema
+from distdbg.schema import EventKind as K
+
+_WATCHDOG = {K.HEARTBEAT, K.STALL, K.LOST, K.GC_BEGIN, K.GC_END}
+_BEGIN = {K.BACKWARD_BEGIN: "backward", K.FORWARD_BEGIN: "forward", K.DATA_BEGIN: "data", K.OPTIMIZER_BEGIN: "optimizer",
+          K.CHECKPOINT_BEGIN: "checkpoint", K.COLLECTIVE: "call", K.WAIT_BEGIN: "call", K.SETUP_BEGIN: "call"}  # fmt: skip
+_END = {K.BACKWARD_END: "backward", K.BACKWARD_RAISED: "backward", K.FORWARD_END: "forward", K.FORWARD_RAISED: "forward",
+        K.DATA_END: "data", K.DATA_RAISED: "data", K.OPTIMIZER_END: "optimizer", K.OPTIMIZER_RAISED: "optimizer",
+        K.CHECKPOINT_END: "checkpoint", K.CHECKPOINT_RAISED: "checkpoint", K.COLLECTIVE_END: "call", K.WAIT_END: "call",
+        K.SETUP_END: "call", K.CALL_RAISED: "call"}  # fmt: skip
+_KIND = struct.Struct("<H")
+_KIND_AT = schema.RECORD_SIZE - _KIND.size
+
+
+class Tail:
+    """One rank's newest segments. ``poll`` returns whether the rank made progress since the last one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps = 0
+        self.collectives = 0
+        self.last_event_ns = 0
+        self.exited = False
+        self._open: list[str] = []
+        self._number = 0
+        self._position = 0
+        self._map: mmap.mmap | None = None
+
+    @property
+    def phase(self) -> str:
+        return next((what for what in reversed(self._open) if what != "call"), "loop")
+
+    @property
+    def called(self) -> bool:
+        return bool(self._open) and self._open[-1] == "call"
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def poll(self) -> bool:
+        moved = False
+        for _ in range(64):  # segments
+            if self._map is None and not self._map_segment():
+                break
+            moved = self._scan() or moved
+            if self._map is not None and not self._full():
+                break
+            self.close()
+            self._number += 1
+            self._position = 0
+        return moved
+
+    def _map_segment(self) -> bool:
+        path = self.folder / schema.SEGMENT_PATTERN.format(self._number)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError:
+            return self._skip_deleted()
+        try:
+            size = os.fstat(fd).st_size
+            if size <= schema.SEGMENT_HEADER_SIZE:
+                return False
+            self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def _skip_deleted(self) -> bool:
+        """The writer deletes its oldest segments; go on with the oldest that is there and newer than ours."""
+        numbers = [int(path.stem[4:]) for path in self.folder.glob("seg-*" + schema.SEGMENT_SUFFIX) if path.stem[4:].isdigit()]
+        newer = [number for number in numbers if number > self._number]
+        if not newer:
+            return False
+        self._number, self._position = min(newer), 0
+        return self._map_segment()
+
+    def _capacity(self) -> int:
+        assert self._map is not None
+        return (len(self._map) - schema.SEGMENT_HEADER_SIZE) // schema.RECORD_SIZE
+
+    def _full(self) -> bool:
+        return self._position >= self._capacity()
+
+    def _scan(self) -> bool:
+        data = self._map
+        assert data is not None
+        moved, capacity = False, self._capacity()
+        while self._position < capacity:
+            offset = schema.SEGMENT_HEADER_SIZE + self._position * schema.RECORD_SIZE
+            if _KIND.unpack_from(data, offset + _KIND_AT)[0] == 0:
+                break
+            kind = _KIND.unpack_from(data, offset + _KIND_AT)[0]
+            self._position += 1
+            if kind in _WATCHDOG:
+                continue
+            moved = True
+            self._note(kind, data, offset)
+        return moved
+
+    def _note(self, kind: int, data: mmap.mmap, offset: int) -> None:
+        what = _BEGIN.get(kind)  # type: ignore[call-overload]
+        if what is not None:
+            self._open.append(what)
+            if kind == K.COLLECTIVE:
+                self.collectives += 1
+            return
+        what = _END.get(kind)  # type: ignore[call-overload]
+        if what is not None:
+            for index in range(len(self._open) - 1, -1, -1):
+                if self._open[index] == what:
+                    del self._open[index:]
+                    break
+        elif kind == K.STEP:
+            self.steps += 1
+            self._open = [w for w in self._open if w == "optimizer"]
+        elif kind in (K.EXIT, K.STOP):
+            self.exited = True
+            self._open = []
+        self.last_event_ns = schema.RECORD.unpack_from(data, offset)[0]
