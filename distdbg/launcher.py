@@ -167,8 +167,11 @@ def run_torchrun(args: Namespace) -> tuple[int, list[dict[str, Any]]]:
             {"rank": rank, "local_rank": failure.local_rank, "exit_code": failure.exitcode, "pid": failure.pid}
             for rank, failure in error.failures.items()
         ]
-    except BaseException:  # torchrun's own: a signal it was sent, a rendezvous that failed; it ends with 1
-        traceback.print_exc()
+    except BaseException as error:  # torchrun's own: a signal it was sent, a rendezvous that failed; it ends with 1
+        if type(error).__name__ == "SignalException":
+            print(f"distdbg: the job was ended: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 1, []
     return 0, []
 
