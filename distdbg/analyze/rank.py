@@ -390,10 +390,14 @@ def _same(opened: Open, what: str, seq: int, module: int) -> bool:
 
 
 def phase_of(stack: Sequence[Open]) -> str:
-    """The innermost phase of a stack; "collective" for a call outside of all, else "loop"."""
+    """The innermost phase of a stack; "collective" for a call outside of all, else "loop".
+
+    A forward within a backward is a recomputation: part of backward.
+    """
+    in_backward = any(opened.what in ("backward", "node") for opened in stack)
     for opened in reversed(stack):
         if opened.what in _PHASE_OF:
-            return opened.what
+            return "backward" if opened.what == "forward" and in_backward else opened.what
         if opened.what == "node":
             return "backward"
     return "collective" if any(o.what in ("collective", "wait", "setup") for o in stack) else "loop"

@@ -160,6 +160,20 @@ def current() -> Session | None:
     return _session
 
 
+def _before_fork() -> None:
+    if _session is not None:
+        for part in _session.parts:
+            if hasattr(part, "before_fork"):
+                part.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    if _session is not None:
+        for part in _session.parts:
+            if hasattr(part, "after_fork"):
+                part.after_fork()
+
+
 def _after_fork() -> None:
     if _session is not None:
         _session.forget()
@@ -182,7 +196,9 @@ def open_session(settings: Settings) -> Session:
     session.parts.append(watchdog)
     _session = session
     if not _atfork_registered:
-        os.register_at_fork(after_in_child=_after_fork)
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork
+        )
         atexit.register(stop)
         _atfork_registered = True
     return session

@@ -63,6 +63,7 @@ class Watchdog:
         self._file: IO[str] | None = None
         self._own_faulthandler = False
         self._timer_free = True
+        self._forking = False
         self._beat = 0
         self._last_count = -1
         self._own = 0  # events of the watchdog itself, which are no progress
@@ -80,8 +81,18 @@ class Watchdog:
             self._thread.join(timeout=2)
         self._disarm()
 
+    def before_fork(self) -> None:
+        """No timer may be armed while the process forks: the child would wait for its thread, which it has not."""
+        self._forking = True
+        if self._timer_free and self._file is not None:
+            self._cancel()
+
+    def after_fork(self) -> None:
+        self._forking = False
+
     def forget(self) -> None:
         self._thread = None
+        self._timer_free = False
         self._disarm()
 
     # ---- faulthandler
@@ -152,7 +163,7 @@ class Watchdog:
                 self._write_stacks(quiet)
         else:
             self._noticed = 0
-        if self._timer_free and self._file is not None:
+        if self._timer_free and not self._forking and self._file is not None:
             self._later(BEAT_S + max(2.0, session.settings.quiet_s), file=self._file)
 
     def _quiet(self) -> float:
