@@ -49,7 +49,9 @@ class Failure:
 
     @property
     def title(self) -> str:
-        return self.text
+        """The first line of "type: text", cut where it is long."""
+        line = self.text.splitlines()[0] if self.text else self.type
+        return line if len(line) <= 200 else line[:197] + "..."
 
 
 def cut_of(events: list[dict[str, Any]]) -> int | None:

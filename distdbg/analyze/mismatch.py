@@ -85,7 +85,19 @@ def _too_late(facts: Facts, parting: Parting) -> bool:
     """Whether something failed on its own before the ranks parted."""
     own = [f.t for f in facts.failures.values() if not f.from_peer]
     own += [e.t for r, e in facts.ends.items() if e.how == "crashed" and r not in facts.failures]
-    return bool(own) and parting.t > min(own)
+    return bool(own) and _departed(facts, parting) > min(own)
+
+
+def _departed(facts: Facts, parting: Parting) -> int:
+    """When the culprit left the others: its other call, or the end of the step in which it left one out (unix ns)."""
+    if parting.ours is not None and parting.culprits:
+        return parting.ours.t
+    ended = []
+    for rank in parting.culprits:
+        view = facts.views[rank]
+        steps = view.of_kind(K.STEP)
+        ended += [int(t) + view.offset for t in steps["t"][steps["step"] == parting.step]]
+    return min(ended, default=parting.t)
 
 
 # ---- where it began

@@ -37,12 +37,15 @@ def is_user_code(code: CodeType) -> bool:
 
 
 def short_source(filename: str, line: int) -> str:
-    """"train.py:41": the file relative to the current directory where it lies below it."""
-    try:
-        relative = os.path.relpath(filename)
-    except (OSError, ValueError):
-        relative = filename
-    return f"{filename if relative.startswith('..') else relative}:{line}"
+    """"train.py:41": the file relative to the current directory or the script's, where it lies below one of them."""
+    for base in (os.curdir, os.path.dirname(sys.argv[0]) if sys.argv and sys.argv[0] else os.curdir):
+        try:
+            relative = os.path.relpath(filename, base)
+        except (OSError, ValueError):
+            continue
+        if not relative.startswith(".."):
+            return f"{relative}:{line}"
+    return f"{filename}:{line}"
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
