@@ -132,6 +132,7 @@ def _environment(args: Namespace, run_dir: Path) -> None:
     """What the workers, which inherit it, are told."""
     env = os.environ
     env["DISTDBG_RUN_DIR"] = str(run_dir)
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     for name, value in (("DISTDBG_NUMERICS", args.numerics), ("DISTDBG_DESCRIBE", args.describe)):
         if value:
             env[name] = "1"

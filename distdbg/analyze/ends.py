@@ -153,6 +153,9 @@ def _end_of(view: RankView | None, event: dict[str, Any], first_bad: int | None)
     late = first_bad is not None and t > first_bad
     if view is not None and view.uncaught is not None:
         return End("exception", min(t, view.uncaught[1]), code, signal, order)
+    if signal == "SIGABRT" and view is not None and view.exit_record is not None and view.exit_record[0] == 0:
+        # The script had ended: an abort while the interpreter shuts down (gloo's threads do that) harms nobody.
+        return End("left", view.exit_record[2], 0, signal, order)
     if signal:
         # torchrun sends SIGTERM, then SIGKILL, to the siblings of the first that failed.
         ours = late and signal in ("SIGTERM", "SIGKILL", "SIGINT")

@@ -32,10 +32,12 @@ def _gone(facts: Facts, rank: int) -> bool:
     end = facts.ends[rank]
     if rank in facts.failures:
         return False
-    if end.how == "crashed" or (end.how in ("vanished", "left") and end.code):
+    seen = rank in facts.views
+    if end.how == "crashed":
         # An abort inside a collective may be the transport's answer to what another rank sent it.
-        doubtful = end.signal == "SIGABRT" and facts.missing and rank in facts.blocked
-        return not doubtful
+        return not (end.signal == "SIGABRT" and facts.missing and (not seen or rank in facts.blocked))
+    if end.how in ("vanished", "left") and end.code:
+        return seen  # without its shard, an exit code does not tell an own failure from a peer's
     return end.how in ("left", "vanished") and _needed(facts, rank)
 
 

@@ -41,6 +41,8 @@ def find(facts: Facts) -> dict[str, Any] | None:
     if first is None:
         return None
     here = [o for o in onsets if o.step == first]
+    if facts.missing and all(o.phase == "forward" for o in here):
+        return None  # bad weights may have come from a rank that is not seen
     # In backward a rank's own nodes come before the all-reduce that spreads the values, so all onsets of that
     # step are the ranks' own; an activation is bad on all ranks at once when the weights were.
     return _non_finite(facts, here, first)

@@ -67,6 +67,11 @@ def _finish(facts: Facts, verdict: dict[str, Any]) -> dict[str, Any]:
     evidence = list(verdict.get("evidence", []))
     evidence += [f"attempt {n} failed and was restarted" for n in facts.failed_attempts]
     evidence += facts.recovered
+    evidence += [
+        f"rank {rank} was ended by {end.signal} after its script had come to its end, while the interpreter shut down"
+        for rank, end in facts.ends.items()
+        if end.how == "left" and end.signal
+    ]
     confidence = float(verdict.get("confidence", 0.5))
     if facts.missing and verdict["kind"] not in ("healthy", "unknown"):
         confidence *= 0.8
