@@ -18,7 +18,8 @@ def find(facts: Facts) -> dict[str, Any] | None:
     if first_raise is not None and (first_gone is None or raised[first_raise].t <= gone[first_gone].t):
         return _exception(facts, first_raise)
     if first_gone is not None:
-        return _died(facts, first_gone)
+        end = facts.ends[first_gone]
+        return _exited(facts, first_gone) if end.how == "left" and end.code else _died(facts, first_gone)
     return None
 
 
@@ -63,6 +64,21 @@ def _exception(facts: Facts, first: int) -> dict[str, Any]:
     return {
         "kind": "exception", "summary": summary, "cause": failure.title, "culprits": culprits,
         "victims": facts.victims(set(ranks)), "evidence": evidence, "ruled_out": ruled, "confidence": 0.99,
+    }  # fmt: skip
+
+
+def _exited(facts: Facts, rank: int) -> dict[str, Any]:
+    """sys.exit with an exit code that says something went wrong: a SystemExit ended the rank."""
+    end, view = facts.ends[rank], facts.views[rank]
+    error = f"SystemExit: {end.code}"
+    fields = facts.at(rank, view.place.stack, view.place)
+    fields["source"] = fields.get("source") or view.last_source or None
+    entry = facts.culprit(rank, step=view.step, error=error, **fields)
+    return {
+        "kind": "exception", "summary": f"rank {rank} left in {_where(entry)} with exit code {end.code} (sys.exit)",
+        "cause": error, "culprits": [entry], "victims": facts.victims({rank}), "confidence": 0.95,
+        "evidence": [f"rank {rank} came to its end by sys.exit with exit code {end.code}, before any other failed"],
+        "ruled_out": ["an exception of another kind: none left its script"],
     }  # fmt: skip
 
 
