@@ -220,6 +220,8 @@ class Monitor:
         steps = tail.steps
         moved = tail.poll()
         if moved:
+            moved = not tail.overdue(time.monotonic_ns(), self._pace.limit(self._ranks))
+        if moved:
             self._pace.saw_progress(worker.rank, pace.last_progress, now)
             pace.last_progress = now
         if tail.steps > steps:

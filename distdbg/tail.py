@@ -29,6 +29,8 @@ class Tail:
         self.last_event_ns = 0
         self.exited = False
         self._open: list[str] = []
+        self._begun_ns = 0  # of the outermost thing open
+        self._longest_ns: dict[str, int] = {}  # by what was outermost: the longest that ended so far
         self._number = 0
         self._position = 0
         self._map: mmap.mmap | None = None
@@ -40,6 +42,17 @@ class Tail:
     @property
     def called(self) -> bool:
         return bool(self._open) and self._open[-1] == "call"
+
+    def overdue(self, now_ns: int, limit_s: float) -> bool:
+        """In one forward, backward, ... for longer than the limit and ten times as long as any before it.
+
+        What goes round in circles in there records events without getting anywhere.
+        """
+        if not self._open:
+            return False
+        elapsed = now_ns - self._begun_ns
+        usual = self._longest_ns.get(self._open[0], 0)
+        return 0 < 10 * usual < elapsed and elapsed > limit_s * 1e9
 
     def close(self) -> None:
         if self._map is not None:
@@ -111,6 +124,8 @@ class Tail:
     def _note(self, kind: int, data: mmap.mmap, offset: int) -> None:
         what = _BEGIN.get(kind)  # type: ignore[call-overload]
         if what is not None:
+            if not self._open:
+                self._begun_ns = schema.RECORD.unpack_from(data, offset)[0]
             self._open.append(what)
             if kind == K.COLLECTIVE:
                 self.collectives += 1
@@ -121,6 +136,9 @@ class Tail:
                 if self._open[index] == what:
                     del self._open[index:]
                     break
+            if not self._open:
+                elapsed = schema.RECORD.unpack_from(data, offset)[0] - self._begun_ns
+                self._longest_ns[what] = max(self._longest_ns.get(what, 0), elapsed)
         elif kind == K.STEP:
             self.steps += 1
             self._open = [w for w in self._open if w == "optimizer"]

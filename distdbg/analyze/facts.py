@@ -212,6 +212,9 @@ class Facts:
         if called is not None:
             group = view.groups.get(called.a & 0xFFFFFFFF)
             fields["collective"], fields["group"] = view.text(called.name), group.name if group else None
+        elif stack and stack[-1].what == "wait" and view.items:
+            # Waiting for the work of a call that has returned: the last one issued, as nearly as can be told.
+            fields["collective"], fields["group"] = view.items[-1].op, view.items[-1].group_name or None
         return fields
 
 

@@ -230,12 +230,15 @@ def _caught(facts: Facts, parting: Parting, rank: int, others: list[int]) -> Ori
 
 
 def _usual_items(facts: Facts, raised: Raised, others: list[int]) -> list[Item]:
-    """What the others issued in that step in forward or backward."""
+    """What the others issued in that step: in backward, else in forward, else in the loop."""
     for other in others:
-        found = [i for i in facts.views[other].items if i.step == raised.step and i.phase in ("forward", "backward")]
+        found = [i for i in facts.views[other].items if i.step == raised.step]
+        for phase in ("backward", "forward"):
+            inside = [i for i in found if i.phase == phase]
+            if inside:
+                return inside
         if found:
-            backward = [i for i in found if i.phase == "backward"]
-            return backward or found
+            return found
     return []
 
 
@@ -244,14 +247,16 @@ def _whole_model(facts: Facts, raised: Raised, view: RankView, others: list[int]
     outer = raised.opened[0]
     if outer.what == "backward":
         mine = _backwards(view, raised.step)
-        return any(mine != _backwards(facts.views[other], raised.step) for other in others) or outer.a > 50
+        theirs = [_backwards(facts.views[other], raised.step) for other in others]
+        return any(len(mine) != len(found) for found in theirs) or outer.a * 2 > max((max(f, default=0) for f in theirs), default=0)
     roots_of_others = {entered[0][0] for o in others if (entered := facts.views[o].entered.get(raised.step))}
     return outer.what != "forward" or view.text(outer.module) in roots_of_others
 
 
-def _backwards(view: RankView, step: int) -> int:
+def _backwards(view: RankView, step: int) -> list[int]:
+    """The number of nodes of each backward of a step."""
     found = view.of_kind(K.BACKWARD_BEGIN)
-    return int((found["step"] == step).sum())
+    return [int(nodes) for nodes in found["a"][found["step"] == step]]
 
 
 def _module_parting(facts: Facts, parting: Parting, rank: int, peer: int) -> Origin | None:

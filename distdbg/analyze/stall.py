@@ -43,7 +43,7 @@ def _stalled(facts: Facts, ranks: set[int]) -> dict[str, Any]:
     entry = culprits[0]
     verb = "stand" if len(culprits) > 1 else "stands"
     summary = f"{who} {verb} still in {_where(entry)} since {entry['since_s']} s, waiting for no rank"
-    evidence = [f"rank {c['rank']}: no event since {c['since_s']} s{_state(facts, c['rank'])}" for c in culprits]
+    evidence = [_seen(facts, c) for c in culprits]
     for other, wait in sorted(facts.blocked.items()):
         evidence.append(f"rank {other} waits in {wait.text} for {facts.names(wait.on)}")
     return {
@@ -57,6 +57,11 @@ def _stalled(facts: Facts, ranks: set[int]) -> dict[str, Any]:
 
 def _standing(facts: Facts, rank: int) -> dict[str, Any]:
     view = facts.views[rank]
+    begun = _circling(facts, rank)
+    if begun:
+        # It goes round and round: what has been open for most of that time, not where it was just now.
+        stack = tuple(o for o in view.place.stack if (facts.now - o.t) * 2 > facts.now - begun)
+        return facts.culprit(rank, step=view.step, since_s=round((facts.now - begun) / 1e9, 1), **facts.at(rank, stack))
     fields = facts.at(rank, view.place.stack, view.place)
     main = main_thread(facts, rank)
     if main is not None and fields["phase"] == "loop" and main.get("in") in ("data", "checkpoint"):
@@ -68,6 +73,15 @@ def _standing(facts: Facts, rank: int) -> dict[str, Any]:
     return facts.culprit(rank, step=view.step, since_s=since, **fields)
 
 
+def _circling(facts: Facts, rank: int) -> int:
+    """Since when (unix ns) a rank that still records events has been within one thing; 0 if it is silent."""
+    view = facts.views[rank]
+    if not view.place.stack or facts.now - view.last_t > 1_000_000_000:
+        return 0
+    begun = view.place.stack[0].t
+    return begun if facts.now - begun > 2_000_000_000 else 0
+
+
 def main_thread(facts: Facts, rank: int) -> dict[str, Any] | None:
     """The main thread's stack as the watchdog last wrote it, if it is newer than the rank's last event."""
     view = facts.views[rank]
@@ -75,6 +89,13 @@ def main_thread(facts: Facts, rank: int) -> dict[str, Any] | None:
     if not isinstance(stacks, dict) or int(stacks.get("t_unix_ns", 0)) < view.last_t:
         return None
     return next((t for t in stacks.get("threads", []) if isinstance(t, dict) and t.get("main")), None)
+
+
+def _seen(facts: Facts, entry: dict[str, Any]) -> str:
+    rank = entry["rank"]
+    if _circling(facts, rank):
+        return f"rank {rank}: events go on, but it has been in the same {entry['phase']} for {entry['since_s']} s"
+    return f"rank {rank}: no event since {entry['since_s']} s{_state(facts, rank)}"
 
 
 def _state(facts: Facts, rank: int) -> str:
