@@ -138,7 +138,9 @@ class Tail:
                     break
             if not self._open:
                 elapsed = schema.RECORD.unpack_from(data, offset)[0] - self._begun_ns
-                self._longest_ns[what] = max(self._longest_ns.get(what, 0), elapsed)
+                # The first of a kind warms up; it says little of those that follow.
+                before = self._longest_ns.get(what)
+                self._longest_ns[what] = 0 if before is None else max(before, elapsed)
         elif kind == K.STEP:
             self.steps += 1
             self._open = [w for w in self._open if w == "optimizer"]
