@@ -10,6 +10,7 @@ from distdbg.analyze.parting import (
     first_by_habit,
     first_by_role,
     first_difference,
+    signature,
 )
 from distdbg.analyze.rank import Item, Raised, RankView
 from distdbg.analyze.waits import roots
@@ -61,6 +62,8 @@ def _harmless(parting: Parting) -> bool:
     ours, theirs = parting.ours, parting.theirs
     if ours is None or theirs is None:
         return True
+    if ours.source != theirs.source and signature(ours) == signature(theirs):
+        return False  # the same call from another line, both of which all ranks use in pairs elsewhere
     return ours.op == theirs.op and ours.site == theirs.site and ours.about.get("dtypes") == theirs.about.get("dtypes")
 
 
@@ -166,6 +169,8 @@ def _why(facts: Facts, parting: Parting) -> str:
 
 def _entry(facts: Facts, parting: Parting, rank: int, origin: Origin | None) -> dict[str, Any]:
     item = _own_item(facts, parting, rank)
+    if item is not None and _left_out(facts, parting, rank, item):
+        item = None
     shown = item or parting.theirs
     fields: dict[str, Any] = {"phase": shown.phase if shown else "loop"}
     if item is not None:
@@ -182,6 +187,34 @@ def _entry(facts: Facts, parting: Parting, rank: int, origin: Origin | None) -> 
         fields.update(origin.fields)
         step = origin.step
     return facts.culprit(rank, step=step, **fields)
+
+
+def _left_out(facts: Facts, parting: Parting, rank: int, item: Item) -> bool:
+    """Whether the culprit left the others' call out: its own is what they issue next, and theirs does not follow here."""
+    theirs = parting.theirs
+    peer = next((r for r, v in facts.views.items() if r not in parting.culprits and theirs in v.items), None)
+    if theirs is None or peer is None:
+        return False
+    after_theirs = _following(facts.views[peer], theirs)
+    after_ours = _following(facts.views[rank], item)
+    swapped = after_ours is not None and _alike(after_ours, theirs)
+    return after_theirs is not None and _alike(after_theirs, item) and not swapped
+
+
+def _following(view: RankView, item: Item) -> Item | None:
+    """What a rank issued next in that group; where it got no further, what it issued after such a call before."""
+    calls = [i for i in view.items if i.group == item.group and i.p2p == item.p2p]
+    position = next((n for n, i in enumerate(calls) if i.index == item.index), None)
+    if position is None:
+        return None
+    if position + 1 < len(calls):
+        return calls[position + 1]
+    earlier = [n for n in range(position - 1, -1, -1) if _alike(calls[n], item)]
+    return calls[earlier[0] + 1] if earlier else None
+
+
+def _alike(a: Item, b: Item) -> bool:
+    return (signature(a), a.site) == (signature(b), b.site)
 
 
 def _own_item(facts: Facts, parting: Parting, rank: int) -> Item | None:

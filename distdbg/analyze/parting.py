@@ -66,11 +66,14 @@ def first_by_group(views: dict[int, RankView], *, places: bool) -> Parting | Non
             streams[rank] = {item.seq: item for item in views[rank].items if item.group == key and not item.p2p}
         if len(streams) < 2:
             continue
+        lines = _common_lines(streams) if places else set()
         for seq in sorted(set().union(*streams.values())):
             calls = {rank: stream[seq] for rank, stream in streams.items() if seq in stream}
             if len(calls) < 2 or any(item.joining for item in calls.values()):
                 continue
             tokens = {rank: _token(item, places) for rank, item in calls.items()}
+            if len(set(tokens.values())) == 1 and all(item.source in lines for item in calls.values()):
+                tokens = {rank: item.source for rank, item in calls.items()}
             if len(set(tokens.values())) > 1:
                 found.append(_judge(views, tokens, calls, "group", name))
                 break
@@ -78,6 +81,21 @@ def first_by_group(views: dict[int, RankView], *, places: bool) -> Parting | Non
         if splits is not None:
             found.append(splits)
     return min(found, key=lambda p: (p.step, p.t), default=None)
+
+
+def _common_lines(streams: dict[int, dict[int, Item]]) -> set[str]:
+    """Lines of the script from which all ranks of a group issued the same call, more than once.
+
+    Only between such lines is a difference one: ranks often have a line each (a root sends what others receive).
+    """
+    shared = set.intersection(*(set(stream) for stream in streams.values()))
+    together: Counter[str] = Counter()
+    for seq in shared:
+        found = {stream[seq].source for stream in streams.values()}
+        calls = [stream[seq] for stream in streams.values()]
+        if len(found) == 1 and all(item.issuer == "script" and item.op != "barrier" for item in calls):
+            together.update(found)
+    return {line for line, count in together.items() if count > 1 and line}
 
 
 def _token(item: Item, places: bool) -> Hashable:
