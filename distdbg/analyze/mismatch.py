@@ -27,7 +27,17 @@ def find(facts: Facts) -> dict[str, Any] | None:
         parting = first_by_habit(facts.views)
     if parting is None or _too_late(facts, parting):
         return None
+    if _unsure(facts, parting):
+        parting.culprits, parting.by = (), "unclear"
     return _verdict(facts, parting)
+
+
+def _unsure(facts: Facts, parting: Parting) -> bool:
+    """Whether the ranks that are not seen could turn the majority, or a habit that others may have left, too."""
+    if not facts.missing:
+        return False
+    sizes = [len(side) for side in parting.sides]
+    return parting.by == "habit" or max(sizes) * 2 <= sum(sizes) + len(facts.missing)
 
 
 def find_silent(facts: Facts) -> dict[str, Any] | None:
@@ -121,7 +131,7 @@ def _verdict(facts: Facts, parting: Parting, *, silent: bool = False) -> dict[st
         sides = " against ".join(facts.names(side) for side in parting.sides)
         return {
             "kind": "unknown", "cause": "the ranks issue different collectives",
-            "summary": f"{sides} part in step {parting.step}, and neither left its habit: {told}",
+            "summary": f"{sides} part in step {parting.step}, and which of them is at fault can't be told: {told}",
             "victims": facts.victims(set()), "evidence": [told], "confidence": 0.4,
         }  # fmt: skip
     origins = {rank: _origin(facts, parting, rank) for rank in parting.culprits}
@@ -209,6 +219,8 @@ def _following(view: RankView, item: Item) -> Item | None:
         return None
     if position + 1 < len(calls):
         return calls[position + 1]
+    if item.phase != "collective":
+        return None  # a forward without its backward is an evaluation more rather than a backward less
     earlier = [n for n in range(position - 1, -1, -1) if _alike(calls[n], item)]
     return calls[earlier[0] + 1] if earlier else None
 
