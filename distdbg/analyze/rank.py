@@ -236,7 +236,7 @@ class RankView:
             about = name.extra or {}
             ranks = tuple(int(rank) for rank in about.get("ranks", ()))
             desc = str(about.get("desc", ""))
-            label = f"{desc if desc not in ('', 'undefined') else 'group'} of {len(ranks)}"
+            label = f"{desc if desc not in ('', 'undefined') else 'group'} of {len(ranks)} {_strides(ranks)}"
             found[number] = Group(f"{about.get('key', '')}:{','.join(map(str, ranks))}", ranks, name.text, label)
         return found
 
@@ -383,6 +383,11 @@ class Replay:
             place.finalizing, place.between = done, not done
             place.last_node = last_nodes.get(thread)
         return place
+
+
+def _strides(ranks: tuple[int, ...]) -> str:
+    """The rows of a grid of ranks are alike, and so are its columns: told by the steps from rank to rank."""
+    return ",".join(str(b - a) for a, b in zip(ranks, ranks[1:], strict=False)) if len(ranks) <= 64 else ""
 
 
 def _same(opened: Open, what: str, seq: int, module: int) -> bool:
