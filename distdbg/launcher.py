@@ -32,11 +32,17 @@ def build_parser() -> ArgumentParser:
     parser.description = "Launch a job as torchrun does (all of its options hold), recorded; ends with the verdict."
     ours = parser.add_argument_group("distdbg")
     ours.add_argument("--run-dir", type=Path, help="where to record (default: distdbg-runs/<time>-<script>)")
-    ours.add_argument("--stall-timeout", type=_seconds, metavar="S",
-                      help="seconds without an event on any rank that are a stall (default: from the job's own pace)")  # fmt: skip
+    ours.add_argument(
+        "--stall-timeout",
+        type=_seconds,
+        metavar="S",
+        help="seconds without an event on any rank that are a stall (default: from the job's own pace)",
+    )
     ours.add_argument("--on-stall", choices=("report", "kill"), default="report", help="default: report")
     ours.add_argument("--numerics", action="store_true", help="look for non-finite values and parting replicas")
-    ours.add_argument("--describe", action="store_true", help="note shapes and dtypes of what each node's hooks receive")
+    ours.add_argument(
+        "--describe", action="store_true", help="note shapes and dtypes of what each node's hooks receive"
+    )
     ours.add_argument("--keep", metavar="MB", type=_keep, help="disk a rank's record may take, or 'all' (default: 128)")
     return parser
 
@@ -58,8 +64,10 @@ def main(argv: list[str]) -> int:
     """Run a job; returns the exit code that torchrun would give."""
     args = build_parser().parse_args(argv)
     if args.no_python:
-        raise LaunchError("--no-python starts a program that is not Python, and there is nothing to record in one; "
-                          "use torchrun for it")  # fmt: skip
+        raise LaunchError(
+            "--no-python starts a program that is not Python, and there is nothing to record in one; "
+            "use torchrun for it"
+        )
     if not args.module and not os.path.isfile(args.training_script):
         raise LaunchError(f"no such script: {args.training_script}; give the path of a Python file, or -m and a module")
     run_dir = prepare(args)
@@ -99,7 +107,10 @@ def prepare(args: Namespace) -> Path | None:
         if not (run_dir / schema.RUN_FILE).exists():
             (run_dir / schema.RUN_FILE).write_text(json.dumps(_about(args), indent=1, default=str) + "\n")
     except OSError as error:
-        print(f"distdbg: not recording: {run_dir} cannot be written ({error.strerror}); the job runs without", file=sys.stderr)
+        print(
+            f"distdbg: not recording: {run_dir} cannot be written ({error.strerror}); the job runs without",
+            file=sys.stderr,
+        )
         return None
     print(f"distdbg: recording to {run_dir}", file=sys.stderr, flush=True)
     return run_dir
@@ -121,11 +132,17 @@ def _about(args: Namespace) -> dict[str, Any]:
     from distdbg import __version__
 
     return {
-        "schema": schema.SCHEMA_VERSION, "script": args.training_script, "script_args": args.training_script_args,
-        "nnodes": args.nnodes, "nproc_per_node": args.nproc_per_node, "start_unix_ns": time.time_ns(),
-        "host": os.uname().nodename, "cwd": os.getcwd(), "stall_timeout": args.stall_timeout,
+        "schema": schema.SCHEMA_VERSION,
+        "script": args.training_script,
+        "script_args": args.training_script_args,
+        "nnodes": args.nnodes,
+        "nproc_per_node": args.nproc_per_node,
+        "start_unix_ns": time.time_ns(),
+        "host": os.uname().nodename,
+        "cwd": os.getcwd(),
+        "stall_timeout": args.stall_timeout,
         "versions": {"distdbg": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
-    }  # fmt: skip
+    }
 
 
 def _environment(args: Namespace, run_dir: Path) -> None:
@@ -186,7 +203,9 @@ def conclude(run_dir: Path) -> None:
     merge = [sys.executable, "-m", "distdbg", "merge", str(run_dir)]
     merging = None
     if size <= MERGE_LIMIT_BYTES:
-        merging = subprocess.Popen(merge, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_plain_environ())
+        merging = subprocess.Popen(
+            merge, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_plain_environ()
+        )
     text = diagnose(run_dir)
     if merging is not None:
         try:

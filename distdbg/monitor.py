@@ -161,8 +161,9 @@ class Monitor:
                 continue
             self._workers[pid] = worker
             self._ranks[pid] = RankPace(time.monotonic())
-            self._events.write("worker_start", rank=worker.rank, local_rank=worker.local_rank,
-                               attempt=worker.attempt, pid=pid)  # fmt: skip
+            self._events.write(
+                "worker_start", rank=worker.rank, local_rank=worker.local_rank, attempt=worker.attempt, pid=pid
+            )
 
     @staticmethod
     def _exec_done(pid: int) -> bool:
@@ -182,8 +183,16 @@ class Monitor:
             self._order += 1
             code, name = status
             extra = {"status": "reaped"} if status == (None, None) else {}
-            self._events.write("worker_exit", rank=worker.rank, attempt=worker.attempt, pid=worker.pid,
-                               exit_code=code, signal=name, order=self._order, **extra)  # fmt: skip
+            self._events.write(
+                "worker_exit",
+                rank=worker.rank,
+                attempt=worker.attempt,
+                pid=worker.pid,
+                exit_code=code,
+                signal=name,
+                order=self._order,
+                **extra,
+            )
 
     # ---- pace
 
@@ -191,7 +200,7 @@ class Monitor:
         attempt = max((worker.attempt for worker in self._workers.values()), default=0)
         current = {p: w for p, w in self._workers.items() if w.attempt == attempt}
         moved = False
-        for pid, worker in current.items():
+        for _pid, worker in current.items():
             if worker.status is None:
                 moved = self._look_at(worker, now) or moved
         ranks = {pid: self._ranks[pid] for pid in current}

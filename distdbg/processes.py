@@ -56,8 +56,9 @@ def worker_of(pid: int, run_dir: str) -> Worker | None:
     if env.get(b"DISTDBG_RUN_DIR", b"").decode(errors="replace") != run_dir or b"RANK" not in env:
         return None
     try:
-        worker = Worker(pid, int(env[b"RANK"]), int(env.get(b"LOCAL_RANK", b"0")),
-                        int(env.get(b"TORCHELASTIC_RESTART_COUNT", b"0")))  # fmt: skip
+        worker = Worker(
+            pid, int(env[b"RANK"]), int(env.get(b"LOCAL_RANK", b"0")), int(env.get(b"TORCHELASTIC_RESTART_COUNT", b"0"))
+        )
     except ValueError:
         return None
     try:

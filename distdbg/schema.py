@@ -123,18 +123,62 @@ MAGNITUDE_RECEIVED = 1 << 8
 MAGNITUDE_RETURNED = 2 << 8
 
 NAME_CATEGORIES = (
-    "node", "module", "parameter", "operation", "group", "signature", "error", "source", "text",
-)  # fmt: skip
+    "node",
+    "module",
+    "parameter",
+    "operation",
+    "group",
+    "signature",
+    "error",
+    "source",
+    "text",
+)
 
 COLUMNS = (
-    "time_s", "time_unix_ns", "rank", "attempt", "host", "thread", "step", "phase", "event", "node",
-    "node_index", "module", "parameter", "seq", "group", "collective", "collective_seq", "bytes", "detail",
-)  # fmt: skip
-SPAN_COLUMNS = (
-    "begin_s", "duration_us", "own_us", "wait_us", "open", "rank", "attempt", "host", "thread", "step", "phase",
-    "event", "node", "node_index", "module", "parameter", "seq", "group", "collective", "collective_seq", "bytes",
+    "time_s",
+    "time_unix_ns",
+    "rank",
+    "attempt",
+    "host",
+    "thread",
+    "step",
+    "phase",
+    "event",
+    "node",
+    "node_index",
+    "module",
+    "parameter",
+    "seq",
+    "group",
+    "collective",
+    "collective_seq",
+    "bytes",
     "detail",
-)  # fmt: skip
+)
+SPAN_COLUMNS = (
+    "begin_s",
+    "duration_us",
+    "own_us",
+    "wait_us",
+    "open",
+    "rank",
+    "attempt",
+    "host",
+    "thread",
+    "step",
+    "phase",
+    "event",
+    "node",
+    "node_index",
+    "module",
+    "parameter",
+    "seq",
+    "group",
+    "collective",
+    "collective_seq",
+    "bytes",
+    "detail",
+)
 
 KINDS = ("exception", "died", "stalled", "mismatch", "straggler", "numeric", "healthy", "unknown")
 PHASES = ("forward", "backward", "optimizer", "checkpoint", "data", "collective", "exit", "loop")

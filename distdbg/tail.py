@@ -9,12 +9,32 @@ from distdbg import schema
 from distdbg.schema import EventKind as K
 
 _WATCHDOG = {K.HEARTBEAT, K.STALL, K.LOST, K.GC_BEGIN, K.GC_END}
-_BEGIN = {K.BACKWARD_BEGIN: "backward", K.FORWARD_BEGIN: "forward", K.DATA_BEGIN: "data", K.OPTIMIZER_BEGIN: "optimizer",
-          K.CHECKPOINT_BEGIN: "checkpoint", K.COLLECTIVE: "call", K.WAIT_BEGIN: "call", K.SETUP_BEGIN: "call"}  # fmt: skip
-_END = {K.BACKWARD_END: "backward", K.BACKWARD_RAISED: "backward", K.FORWARD_END: "forward", K.FORWARD_RAISED: "forward",
-        K.DATA_END: "data", K.DATA_RAISED: "data", K.OPTIMIZER_END: "optimizer", K.OPTIMIZER_RAISED: "optimizer",
-        K.CHECKPOINT_END: "checkpoint", K.CHECKPOINT_RAISED: "checkpoint", K.COLLECTIVE_END: "call", K.WAIT_END: "call",
-        K.SETUP_END: "call", K.CALL_RAISED: "call"}  # fmt: skip
+_BEGIN = {
+    K.BACKWARD_BEGIN: "backward",
+    K.FORWARD_BEGIN: "forward",
+    K.DATA_BEGIN: "data",
+    K.OPTIMIZER_BEGIN: "optimizer",
+    K.CHECKPOINT_BEGIN: "checkpoint",
+    K.COLLECTIVE: "call",
+    K.WAIT_BEGIN: "call",
+    K.SETUP_BEGIN: "call",
+}
+_END = {
+    K.BACKWARD_END: "backward",
+    K.BACKWARD_RAISED: "backward",
+    K.FORWARD_END: "forward",
+    K.FORWARD_RAISED: "forward",
+    K.DATA_END: "data",
+    K.DATA_RAISED: "data",
+    K.OPTIMIZER_END: "optimizer",
+    K.OPTIMIZER_RAISED: "optimizer",
+    K.CHECKPOINT_END: "checkpoint",
+    K.CHECKPOINT_RAISED: "checkpoint",
+    K.COLLECTIVE_END: "call",
+    K.WAIT_END: "call",
+    K.SETUP_END: "call",
+    K.CALL_RAISED: "call",
+}
 _KIND = struct.Struct("<H")
 _KIND_AT = schema.RECORD_SIZE - _KIND.size
 
@@ -91,7 +111,9 @@ class Tail:
 
     def _skip_deleted(self) -> bool:
         """The writer deletes its oldest segments; go on with the oldest that is there and newer than ours."""
-        numbers = [int(path.stem[4:]) for path in self.folder.glob("seg-*" + schema.SEGMENT_SUFFIX) if path.stem[4:].isdigit()]
+        numbers = [
+            int(path.stem[4:]) for path in self.folder.glob("seg-*" + schema.SEGMENT_SUFFIX) if path.stem[4:].isdigit()
+        ]
         newer = [number for number in numbers if number > self._number]
         if not newer:
             return False

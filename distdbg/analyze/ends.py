@@ -102,9 +102,7 @@ def _alive(view: RankView) -> bool | None:
         return False
 
 
-def ends_of(
-    views: dict[int, RankView], events: list[dict[str, Any]], attempt: int, cut: int | None
-) -> dict[int, End]:
+def ends_of(views: dict[int, RankView], events: list[dict[str, Any]], attempt: int, cut: int | None) -> dict[int, End]:
     """The end of every rank for which there is a shard or an event of the launcher."""
     exits: dict[int, dict[str, Any]] = {}
     stopped: set[int] = set()
@@ -122,9 +120,9 @@ def ends_of(
     )
     ends = {}
     for rank in {*views, *exits}:
-        view, event = views.get(rank), exits.get(rank)
-        if event is not None:
-            ends[rank] = _end_of(view, event, first_bad)
+        view, exit_event = views.get(rank), exits.get(rank)
+        if exit_event is not None:
+            ends[rank] = _end_of(view, exit_event, first_bad)
         elif rank in stopped:
             ends[rank] = End("stopped")
         elif view is None:

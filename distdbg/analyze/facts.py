@@ -110,9 +110,9 @@ class Facts:
             if not pending:
                 continue
             failure, end = self.failures.get(rank), self.ends[rank]
-            if failure is not None and failure.from_peer:
-                found[rank] = pending[0]
-            elif failure is None and not end.how == "left" and waits_module.blocked_in_wait(self.views[rank], end):
+            if (failure is not None and failure.from_peer) or (
+                failure is None and end.how != "left" and waits_module.blocked_in_wait(self.views[rank], end)
+            ):
                 found[rank] = pending[0]
         return found
 
@@ -158,7 +158,7 @@ class Facts:
         return best
 
     def next_due(self, rank: int, last: Open | None, backward: Open) -> tuple[str, str]:
-        """(node, module) that follows the last one run, from this rank's or a peer's equal backward; ("", "") if unknown."""
+        """(node, module) due after the last one run, by an equal backward of this rank or a peer; ("", "") if unknown."""
         index = last.seq + 1 if last is not None else 0
         own = self.views[rank]
         for view in [own, *(v for r, v in self.views.items() if r != rank and v.parameters == own.parameters)]:
@@ -180,9 +180,26 @@ class Facts:
         """A culprit's entry with every field of the contract; ``fields`` replace the empty ones."""
         view = self.views.get(rank)
         entry: dict[str, Any] = dict.fromkeys(
-            ("phase", "node", "module", "parameter", "step", "collective", "group", "error", "signal", "source", "since_s")
+            (
+                "phase",
+                "node",
+                "module",
+                "parameter",
+                "step",
+                "collective",
+                "group",
+                "error",
+                "signal",
+                "source",
+                "since_s",
+            )
         )
-        entry = {"rank": rank, "host": view.shard.host if view else None, "pid": view.shard.pid if view else None, **entry}
+        entry = {
+            "rank": rank,
+            "host": view.shard.host if view else None,
+            "pid": view.shard.pid if view else None,
+            **entry,
+        }
         entry.update(fields)
         if entry["module"] == "":
             entry["module"] = None
@@ -244,7 +261,5 @@ def gather(run: Run) -> Facts:
         views = {rank: RankView(shard, cut) for rank, shard in sorted(newest.items())}
     ends = ends_of(views, run.launcher, attempt, cut)
     found = {rank: failure for rank, view in views.items() if (failure := failure_of(view)) is not None}
-    world = max(
-        [shard.world_size for shard in newest.values()] + [rank + 1 for rank in {*views, *ends}] + [1]
-    )
-    return Facts(run, attempt, world, views, ends, found, run.launcher, cut, [n for n in range(attempt)])
+    world = max([shard.world_size for shard in newest.values()] + [rank + 1 for rank in {*views, *ends}] + [1])
+    return Facts(run, attempt, world, views, ends, found, run.launcher, cut, list(range(attempt)))

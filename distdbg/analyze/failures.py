@@ -5,8 +5,12 @@ from typing import Any
 from distdbg.analyze.facts import Facts
 from distdbg.analyze.rank import Open
 
-_SIGNALS = {"SIGSEGV": "a memory error in native code", "SIGABRT": "an abort in native code", "SIGBUS": "a bus error",
-            "SIGKILL": "killed from outside, often by the kernel when memory runs out"}  # fmt: skip
+_SIGNALS = {
+    "SIGSEGV": "a memory error in native code",
+    "SIGABRT": "an abort in native code",
+    "SIGBUS": "a bus error",
+    "SIGKILL": "killed from outside, often by the kernel when memory runs out",
+}
 
 
 def find(facts: Facts) -> dict[str, Any] | None:
@@ -62,9 +66,15 @@ def _exception(facts: Facts, first: int) -> dict[str, Any]:
     if later:
         ruled.append(f"{facts.names(later)}: the errors there tell of a peer that is gone")
     return {
-        "kind": "exception", "summary": summary, "cause": failure.title, "culprits": culprits,
-        "victims": facts.victims(set(ranks)), "evidence": evidence, "ruled_out": ruled, "confidence": 0.99,
-    }  # fmt: skip
+        "kind": "exception",
+        "summary": summary,
+        "cause": failure.title,
+        "culprits": culprits,
+        "victims": facts.victims(set(ranks)),
+        "evidence": evidence,
+        "ruled_out": ruled,
+        "confidence": 0.99,
+    }
 
 
 def _exited(facts: Facts, rank: int) -> dict[str, Any]:
@@ -75,11 +85,15 @@ def _exited(facts: Facts, rank: int) -> dict[str, Any]:
     fields["source"] = fields.get("source") or view.last_source or None
     entry = facts.culprit(rank, step=view.step, error=error, **fields)
     return {
-        "kind": "exception", "summary": f"rank {rank} left in {_where(entry)} with exit code {end.code} (sys.exit)",
-        "cause": error, "culprits": [entry], "victims": facts.victims({rank}), "confidence": 0.95,
+        "kind": "exception",
+        "summary": f"rank {rank} left in {_where(entry)} with exit code {end.code} (sys.exit)",
+        "cause": error,
+        "culprits": [entry],
+        "victims": facts.victims({rank}),
+        "confidence": 0.95,
         "evidence": [f"rank {rank} came to its end by sys.exit with exit code {end.code}, before any other failed"],
         "ruled_out": ["an exception of another kind: none left its script"],
-    }  # fmt: skip
+    }
 
 
 def _alike(facts: Facts, first: int, other: int) -> bool:
@@ -122,8 +136,16 @@ def _place_at(facts: Facts, rank: int, stack: tuple[Open, ...]) -> Any:
     place = Place("backward", stack, finalizing=bool((finals["seq"] == backward.seq).any()))
     if len(post):
         last = post[-1]
-        place.last_node = Open("node", int(last["name"]), int(last["module"]), int(last["seq"]), int(last["a"]),
-                               int(last["b"]), int(last["t"]) + view.offset, int(last["step"]))  # fmt: skip
+        place.last_node = Open(
+            "node",
+            int(last["name"]),
+            int(last["module"]),
+            int(last["seq"]),
+            int(last["a"]),
+            int(last["b"]),
+            int(last["t"]) + view.offset,
+            int(last["step"]),
+        )
     return place
 
 
@@ -150,10 +172,15 @@ def _died(facts: Facts, rank: int) -> dict[str, Any]:
     if view is None:
         evidence.append(f"the shard of rank {rank} is missing, so its place is unknown")
     return {
-        "kind": "died", "summary": summary, "cause": way, "culprits": [entry], "victims": facts.victims({rank}),
-        "evidence": evidence, "confidence": 0.97 if view is not None else 0.7,
+        "kind": "died",
+        "summary": summary,
+        "cause": way,
+        "culprits": [entry],
+        "victims": facts.victims({rank}),
+        "evidence": evidence,
+        "confidence": 0.97 if view is not None else 0.7,
         "ruled_out": ["an exception of its own: none left its script", "an end by the launcher: it ended first"],
-    }  # fmt: skip
+    }
 
 
 def _way(facts: Facts, rank: int) -> str:

@@ -7,7 +7,6 @@ event is on integers.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-
 import numpy as np
 
 from distdbg.analyze.read import Run, Shard
@@ -18,8 +17,18 @@ NONE = -1  # an empty cell of a number column
 
 _PHASES = ("", "loop", "forward", "backward", "optimizer", "checkpoint", "data", "collective", "exit")
 _BEGIN = {K.FORWARD_BEGIN: 2, K.BACKWARD_BEGIN: 3, K.OPTIMIZER_BEGIN: 4, K.CHECKPOINT_BEGIN: 5, K.DATA_BEGIN: 6}
-_END = (K.FORWARD_END, K.FORWARD_RAISED, K.BACKWARD_END, K.BACKWARD_RAISED, K.OPTIMIZER_END, K.OPTIMIZER_RAISED,
-        K.CHECKPOINT_END, K.CHECKPOINT_RAISED, K.DATA_END, K.DATA_RAISED)  # fmt: skip
+_END = (
+    K.FORWARD_END,
+    K.FORWARD_RAISED,
+    K.BACKWARD_END,
+    K.BACKWARD_RAISED,
+    K.OPTIMIZER_END,
+    K.OPTIMIZER_RAISED,
+    K.CHECKPOINT_END,
+    K.CHECKPOINT_RAISED,
+    K.DATA_END,
+    K.DATA_RAISED,
+)
 _HOOKS = (K.PREHOOK, K.POSTHOOK, K.DESCRIBE)
 _BACKWARD = (K.BACKWARD_BEGIN, K.BACKWARD_FINAL, K.BACKWARD_END, K.BACKWARD_RAISED)
 _CALLS = (K.COLLECTIVE, K.COLLECTIVE_END)
@@ -188,15 +197,19 @@ _DETAILS: dict[int, _Detail] = {
     K.COLLECTIVE: (lambda r: (r["a"] >> 32) | (r["seq"] >> 32) << 32, _call_detail),
     K.MAGNITUDE: (lambda r: r["b"], _float_detail),
     K.DIGEST: (lambda r: r["a"], lambda shard, key: f"{key & 0xFFFFFFFFFFFFFFFF:016x}"),
-    K.BACKWARD_BEGIN: (lambda r: r["a"] | r["name"].astype(np.int64) << 32,
-                       lambda shard, key: f"{key & LOW} nodes at {_text(shard, key >> 32)}"),
+    K.BACKWARD_BEGIN: (
+        lambda r: r["a"] | r["name"].astype(np.int64) << 32,
+        lambda shard, key: f"{key & LOW} nodes at {_text(shard, key >> 32)}",
+    ),
     K.FORWARD_BEGIN: (lambda r: r["seq"], lambda shard, key: f"call {key}"),
     K.GC_BEGIN: (lambda r: r["a"], lambda shard, key: f"generation {key}"),
     K.STALL: (lambda r: r["a"] // 1_000_000_000, lambda shard, key: f"no event for {key} s"),
     K.LOST: (lambda r: r["a"], lambda shard, key: f"{key} events lost"),
-    K.EXIT: (lambda r: r["seq"] | r["name"].astype(np.int64) << 32,
-             lambda shard, key: f"{_text(shard, key >> 32)}, exit code {key & LOW}"),
-}  # fmt: skip
+    K.EXIT: (
+        lambda r: r["seq"] | r["name"].astype(np.int64) << 32,
+        lambda shard, key: f"{_text(shard, key >> 32)}, exit code {key & LOW}",
+    ),
+}
 
 
 def _details(shard: Shard, table: Texts) -> np.ndarray:

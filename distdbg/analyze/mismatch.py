@@ -130,10 +130,13 @@ def _verdict(facts: Facts, parting: Parting, *, silent: bool = False) -> dict[st
     if not parting.culprits:
         sides = " against ".join(facts.names(side) for side in parting.sides)
         return {
-            "kind": "unknown", "cause": "the ranks issue different collectives",
+            "kind": "unknown",
+            "cause": "the ranks issue different collectives",
             "summary": f"{sides} part in step {parting.step}, and which of them is at fault can't be told: {told}",
-            "victims": facts.victims(set()), "evidence": [told], "confidence": 0.4,
-        }  # fmt: skip
+            "victims": facts.victims(set()),
+            "evidence": [told],
+            "confidence": 0.4,
+        }
     origins = {rank: _origin(facts, parting, rank) for rank in parting.culprits}
     culprits = [_entry(facts, parting, rank, origins[rank]) for rank in parting.culprits]
     entry, origin = culprits[0], origins[parting.culprits[0]]
@@ -145,10 +148,15 @@ def _verdict(facts: Facts, parting: Parting, *, silent: bool = False) -> dict[st
         evidence.append(f"rank {other} waits in {wait.text} for {facts.names(wait.on)}")
     ruled = ["an error, a death or a stall that came first: what is seen of these came later"] if not silent else []
     return {
-        "kind": "mismatch", "summary": summary, "cause": origin.sentence if origin else told, "culprits": culprits,
-        "victims": facts.victims(set(parting.culprits)), "evidence": evidence, "ruled_out": ruled,
+        "kind": "mismatch",
+        "summary": summary,
+        "cause": origin.sentence if origin else told,
+        "culprits": culprits,
+        "victims": facts.victims(set(parting.culprits)),
+        "evidence": evidence,
+        "ruled_out": ruled,
         "confidence": {"majority": 0.95, "habit": 0.85}.get(parting.by, 0.6) - (0.1 if silent else 0),
-    }  # fmt: skip
+    }
 
 
 def _told(parting: Parting) -> str:
@@ -165,9 +173,7 @@ def _call(item: Item | None) -> str:
     place = item.issuer if item.issuer in ("DDP", "join") else item.module
     where = f" in {item.phase}" + (f" of {place}" if place else "")
     what = f"{item.op}{f' of {item.signature}' if item.signature else ''} on {item.group_name}"
-    return f"{what}{where}" + (
-        f" ({item.source})" if item.source else ""
-    )
+    return f"{what}{where}" + (f" ({item.source})" if item.source else "")
 
 
 def _why(facts: Facts, parting: Parting) -> str:
@@ -200,7 +206,7 @@ def _entry(facts: Facts, parting: Parting, rank: int, origin: Origin | None) -> 
 
 
 def _left_out(facts: Facts, parting: Parting, rank: int, item: Item) -> bool:
-    """Whether the culprit left the others' call out: its own is what they issue next, and theirs does not follow here."""
+    """Whether the culprit left the others' call out: its own is what they issue next; theirs does not follow here."""
     theirs = parting.theirs
     peer = next((r for r, v in facts.views.items() if r not in parting.culprits and theirs in v.items), None)
     if theirs is None or peer is None:
@@ -266,10 +272,17 @@ def _caught(facts: Facts, parting: Parting, rank: int, others: list[int]) -> Ori
         source = str(view.extra(raised.error).get("source") or "") or place.get("source")
         where = f" in module {place['module']}" if place.get("module") else ""
         where += f" ({source})" if source else ""
-        sentence = (f"{text}, raised in {place['phase']}{where} and caught, "
-                    f"left out the {usual[0].op} that the others issued")  # fmt: skip
-        fields = {"phase": place["phase"], "node": place["node"], "module": place["module"], "source": source,
-                  "error": text, "collective": usual[0].op}  # fmt: skip
+        sentence = (
+            f"{text}, raised in {place['phase']}{where} and caught, left out the {usual[0].op} that the others issued"
+        )
+        fields = {
+            "phase": place["phase"],
+            "node": place["node"],
+            "module": place["module"],
+            "source": source,
+            "error": text,
+            "collective": usual[0].op,
+        }
         return Origin(raised.step, fields, sentence)
     return None
 
@@ -288,12 +301,14 @@ def _usual_items(facts: Facts, raised: Raised, others: list[int]) -> list[Item]:
 
 
 def _whole_model(facts: Facts, raised: Raised, view: RankView, others: list[int]) -> bool:
-    """Whether what was broken off is what issues the collectives: the outermost module (or a backward) of the others."""
+    """Whether what was broken off is what issues the collectives: the others' outermost module, or their backward."""
     outer = raised.opened[0]
     if outer.what == "backward":
         mine = _backwards(view, raised.step)
         theirs = [_backwards(facts.views[other], raised.step) for other in others]
-        return any(len(mine) != len(found) for found in theirs) or outer.a * 2 > max((max(f, default=0) for f in theirs), default=0)
+        return any(len(mine) != len(found) for found in theirs) or outer.a * 2 > max(
+            (max(f, default=0) for f in theirs), default=0
+        )
     roots_of_others = {entered[0][0] for o in others if (entered := facts.views[o].entered.get(raised.step))}
     return outer.what != "forward" or view.text(outer.module) in roots_of_others
 
@@ -315,15 +330,22 @@ def _module_parting(facts: Facts, parting: Parting, rank: int, peer: int) -> Ori
     if limit is not None and limit.phase == "forward":
         ours = [name for name, index in view.entered.get(step, []) if index <= limit.index]
     found = first_difference(
-        ours, theirs, whole=view.steps_ended > step or parting.ours is None or parting.ours.phase != "forward" and bool(ours),
+        ours,
+        theirs,
+        whole=view.steps_ended > step or parting.ours is None or (parting.ours.phase != "forward" and bool(ours)),
         theirs_whole=other.steps_ended > step,
-    )  # fmt: skip
+    )
     if found is None or not ours:
         return None
     how, module = found
-    words = {"skipped": f"skipped module {module}", "extra": f"entered module {module}, which the others did not",
-             "order": f"entered module {module} in another order than the others"}  # fmt: skip
-    number = next((i for i, n in enumerate(other.names) if n is not None and n.category == "module" and n.text == module), 0)
+    words = {
+        "skipped": f"skipped module {module}",
+        "extra": f"entered module {module}, which the others did not",
+        "order": f"entered module {module} in another order than the others",
+    }
+    number = next(
+        (i for i, n in enumerate(other.names) if n is not None and n.category == "module" and n.text == module), 0
+    )
     fields = {"phase": "forward", "node": None, "module": module, "source": other.extra(number).get("source")}
     if how == "skipped" and parting.theirs is not None:
         fields["collective"] = parting.theirs.op
@@ -335,7 +357,7 @@ def _modules_differ(a: RankView, b: RankView, step: int) -> bool:
 
 
 def _gradient_parting(facts: Facts, parting: Parting, rank: int, peer: int) -> Origin | None:
-    """A parameter that got a gradient on the others and none here (or the other way round), where DDP's call is missing."""
+    """A parameter that got a gradient on the others and none here, where DDP's call is missing."""
     item = parting.theirs or parting.ours
     if item is None or item.issuer != "DDP" or item.phase != "backward":
         return None
@@ -347,7 +369,9 @@ def _gradient_parting(facts: Facts, parting: Parting, rank: int, peer: int) -> O
     parameter = lacking[-1]
     module = parameter.rpartition(".")[0]
     fields = {"phase": "forward", "node": None, "module": module or None, "parameter": parameter}
-    return Origin(parting.step, fields, f"parameter {parameter} got no gradient, as on the others, so its bucket never filled")
+    return Origin(
+        parting.step, fields, f"parameter {parameter} got no gradient, as on the others, so its bucket never filled"
+    )
 
 
 def _ready(view: RankView, step: int) -> list[str]:

@@ -49,8 +49,8 @@ def find(facts: Facts) -> dict[str, Any] | None:
 
 
 def _magnitudes(view: RankView) -> np.ndarray:
-    records = view.records
-    return records[records["kind"] == K.MAGNITUDE]
+    found: np.ndarray = view.records[view.records["kind"] == K.MAGNITUDE]
+    return found
 
 
 def _values(records: np.ndarray) -> np.ndarray:
@@ -68,7 +68,7 @@ def _onset(rank: int, view: RankView) -> Onset | None:
     activation = (records["a"] & MAGNITUDE_ACTIVATION) != 0
     # Models mask with infinities: one in an activation counts only where gradients turn bad in that step, too.
     broken = set(records["step"][bad & ~activation].tolist())
-    for index in np.flatnonzero(bad & returned):
+    for index in np.flatnonzero(bad & returned).tolist():
         record = records[index]
         if activation[index] and np.isinf(values[index]) and int(record["step"]) not in broken:
             continue
@@ -79,8 +79,8 @@ def _onset(rank: int, view: RankView) -> Onset | None:
         return _made(rank, view, record, "nan" if np.isnan(values[index]) else "inf", float(values[index]))
     handed = np.flatnonzero(bad & ~activation)
     if len(handed):
-        index = int(handed[0])
-        return _made(rank, view, records[index], "nan" if np.isnan(values[index]) else "inf", float(values[index]))
+        at = int(handed[0])
+        return _made(rank, view, records[at], "nan" if np.isnan(values[at]) else "inf", float(values[at]))
     return _explosion(rank, view, records, values)
 
 
@@ -88,8 +88,15 @@ def _explosion(rank: int, view: RankView, records: np.ndarray, values: np.ndarra
     """The first place that left the largest magnitude of its own earlier steps by orders of magnitude."""
     largest: dict[tuple[int, int, int], float] = {}
     steps: dict[tuple[int, int, int], int] = {}
-    columns = zip(records["name"].tolist(), records["module"].tolist(), records["a"].tolist(), records["step"].tolist(),
-                  values.tolist(), range(len(records)), strict=True)  # fmt: skip
+    columns = zip(
+        records["name"].tolist(),
+        records["module"].tolist(),
+        records["a"].tolist(),
+        records["step"].tolist(),
+        values.tolist(),
+        range(len(records)),
+        strict=True,
+    )
     received: dict[tuple[int, int, int], bool] = {}
     for name, module, a, step, value, index in columns:
         key = (name, module, a)
@@ -111,8 +118,11 @@ def _beyond_peers(facts: Facts, onset: Onset) -> bool:
     for view in peers:
         records = _magnitudes(view)
         records = records[(records["step"] == onset.step) & (records["a"] & MAGNITUDE_RETURNED != 0)]
-        same = [view.text(int(r["module"])) == onset.module and
-                (onset.node is None or view.text(int(r["name"])) == onset.node) for r in records]  # fmt: skip
+        same = [
+            view.text(int(r["module"])) == onset.module
+            and (onset.node is None or view.text(int(r["name"])) == onset.node)
+            for r in records
+        ]
         here = _values(records[np.array(same, dtype=bool)])
         if len(here) and np.nanmax(here) * EXPLODED > onset.value:
             return False
@@ -121,8 +131,16 @@ def _beyond_peers(facts: Facts, onset: Onset) -> bool:
 
 def _made(rank: int, view: RankView, record: Any, what: str, value: float) -> Onset:
     activation = bool(int(record["a"]) & MAGNITUDE_ACTIVATION)
-    return Onset(rank, int(record["step"]), int(record["t"]) + view.offset, "forward" if activation else "backward",
-                 None if activation else view.text(int(record["name"])), view.text(int(record["module"])), what, value)  # fmt: skip
+    return Onset(
+        rank,
+        int(record["step"]),
+        int(record["t"]) + view.offset,
+        "forward" if activation else "backward",
+        None if activation else view.text(int(record["name"])),
+        view.text(int(record["module"])),
+        what,
+        value,
+    )
 
 
 def _non_finite(facts: Facts, onsets: list[Onset], step: int) -> dict[str, Any] | None:
@@ -134,20 +152,33 @@ def _non_finite(facts: Facts, onsets: list[Onset], step: int) -> dict[str, Any] 
     else:
         culprits = onsets
     entries = [
-        facts.culprit(o.rank, phase=o.phase, node=o.node, module=o.module, step=step,
-                      source=_source(facts.views[o.rank], o.module)) for o in culprits
-    ]  # fmt: skip
+        facts.culprit(
+            o.rank,
+            phase=o.phase,
+            node=o.node,
+            module=o.module,
+            step=step,
+            source=_source(facts.views[o.rank], o.module),
+        )
+        for o in culprits
+    ]
     o = culprits[0]
     words = {"nan": "NaN", "inf": "an infinite value", "exploded": f"a value of {o.value:.3g}, far beyond its scale"}
     place = f"node {o.node} of module {o.module}" if o.node else f"module {o.module or '(the model itself)'}"
     thing = "gradient" if o.phase == "backward" else "activation"
     who = facts.names([c.rank for c in culprits])
     return {
-        "kind": "numeric", "cause": f"{words[o.what]} in {o.phase}", "culprits": entries, "victims": [],
+        "kind": "numeric",
+        "cause": f"{words[o.what]} in {o.phase}",
+        "culprits": entries,
+        "victims": [],
         "summary": f"{who} made {words[o.what]} first: {place}, {thing} in step {step}",
-        "evidence": [f"what {place} received on rank {c.rank} was in order, what it returned was not" for c in culprits],
-        "ruled_out": ["an earlier step or node: all values before were finite and of their usual size"], "confidence": 0.9,
-    }  # fmt: skip
+        "evidence": [
+            f"what {place} received on rank {c.rank} was in order, what it returned was not" for c in culprits
+        ],
+        "ruled_out": ["an earlier step or node: all values before were finite and of their usual size"],
+        "confidence": 0.9,
+    }
 
 
 def _source(view: RankView, module: str) -> str | None:
@@ -196,16 +227,26 @@ def _replicas(
     module = parameter.rpartition(".")[0]
     told = f"parameter {parameter} is no longer the same on {facts.names(ranks)} after step {step}"
     if not culprits:
-        return {"kind": "unknown", "summary": f"{told}; which replica is wrong can't be told", "confidence": 0.5,
-                "cause": "replicas parted", "evidence": [told], "culprits": []}  # fmt: skip
+        return {
+            "kind": "unknown",
+            "summary": f"{told}; which replica is wrong can't be told",
+            "confidence": 0.5,
+            "cause": "replicas parted",
+            "evidence": [told],
+            "culprits": [],
+        }
     entries = [facts.culprit(r, phase=None, module=module, parameter=parameter, step=step) for r in culprits]
     more = f" (and {len(parted) - 1} more parameters)" if len(parted) > 1 else ""
     return {
-        "kind": "numeric", "cause": "replicas parted", "culprits": entries, "victims": [], "confidence": 0.9,
+        "kind": "numeric",
+        "cause": "replicas parted",
+        "culprits": entries,
+        "victims": [],
+        "confidence": 0.9,
         "summary": f"{facts.names(culprits)} parted from the other replicas in step {step}: {parameter}{more}",
         "evidence": [told, f"{facts.names(ordered[0])} still agree with each other"],
         "ruled_out": ["replicas that differed from the start: these parameters were equal before"],
-    }  # fmt: skip
+    }
 
 
 __all__ = ["EXPLODED", "Onset", "find"]

@@ -12,13 +12,36 @@ from distdbg.schema import EventKind as K
 
 Key = tuple[str, str, str]  # (phase, node or "", module or "")
 
-_BEGIN = {K.FORWARD_BEGIN: "forward", K.PREHOOK: "node", K.BACKWARD_BEGIN: "backward", K.OPTIMIZER_BEGIN: "optimizer",
-          K.DATA_BEGIN: "data", K.CHECKPOINT_BEGIN: "checkpoint", K.COLLECTIVE: "wait", K.WAIT_BEGIN: "wait",
-          K.SETUP_BEGIN: "wait", K.GC_BEGIN: "gc"}  # fmt: skip
-_END = {K.FORWARD_END: "forward", K.FORWARD_RAISED: "forward", K.POSTHOOK: "node", K.BACKWARD_END: "backward",
-        K.BACKWARD_RAISED: "backward", K.OPTIMIZER_END: "optimizer", K.OPTIMIZER_RAISED: "optimizer",
-        K.DATA_END: "data", K.DATA_RAISED: "data", K.CHECKPOINT_END: "checkpoint", K.CHECKPOINT_RAISED: "checkpoint",
-        K.COLLECTIVE_END: "wait", K.WAIT_END: "wait", K.SETUP_END: "wait", K.CALL_RAISED: "wait", K.GC_END: "gc"}  # fmt: skip
+_BEGIN = {
+    K.FORWARD_BEGIN: "forward",
+    K.PREHOOK: "node",
+    K.BACKWARD_BEGIN: "backward",
+    K.OPTIMIZER_BEGIN: "optimizer",
+    K.DATA_BEGIN: "data",
+    K.CHECKPOINT_BEGIN: "checkpoint",
+    K.COLLECTIVE: "wait",
+    K.WAIT_BEGIN: "wait",
+    K.SETUP_BEGIN: "wait",
+    K.GC_BEGIN: "gc",
+}
+_END = {
+    K.FORWARD_END: "forward",
+    K.FORWARD_RAISED: "forward",
+    K.POSTHOOK: "node",
+    K.BACKWARD_END: "backward",
+    K.BACKWARD_RAISED: "backward",
+    K.OPTIMIZER_END: "optimizer",
+    K.OPTIMIZER_RAISED: "optimizer",
+    K.DATA_END: "data",
+    K.DATA_RAISED: "data",
+    K.CHECKPOINT_END: "checkpoint",
+    K.CHECKPOINT_RAISED: "checkpoint",
+    K.COLLECTIVE_END: "wait",
+    K.WAIT_END: "wait",
+    K.SETUP_END: "wait",
+    K.CALL_RAISED: "wait",
+    K.GC_END: "gc",
+}
 
 
 @dataclass

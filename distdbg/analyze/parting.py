@@ -71,7 +71,7 @@ def first_by_group(views: dict[int, RankView], *, places: bool) -> Parting | Non
             calls = {rank: stream[seq] for rank, stream in streams.items() if seq in stream}
             if len(calls) < 2 or any(item.joining for item in calls.values()):
                 continue
-            tokens = {rank: _token(item, places) for rank, item in calls.items()}
+            tokens: dict[int, Hashable] = {rank: _token(item, places) for rank, item in calls.items()}
             if len(set(tokens.values())) == 1 and all(item.source in lines for item in calls.values()):
                 tokens = {rank: item.source for rank, item in calls.items()}
             if len(set(tokens.values())) > 1:
@@ -122,7 +122,9 @@ def _split_mismatch(
         if wrong:
             worst = max(wrong.values())
             culprits = [rank for rank, count in wrong.items() if count == worst]
-            tokens = {rank: rank in culprits if len(culprits) < len(members) else rank for rank in members}
+            tokens: dict[int, Hashable] = {
+                rank: rank in culprits if len(culprits) < len(members) else rank for rank in members
+            }
             return _judge(views, tokens, calls, "group", name)
     return None
 
@@ -217,7 +219,9 @@ def first_by_habit(views: dict[int, RankView]) -> Parting | None:
     _, ours, theirs = departures[culprits[0]]
     others = tuple(rank for rank in views if rank not in culprits)
     known = bool(others)
-    return Parting(step, culprits if known else (), (culprits, others), "habit" if known else "unclear", "habit", ours, theirs)
+    return Parting(
+        step, culprits if known else (), (culprits, others), "habit" if known else "unclear", "habit", ours, theirs
+    )
 
 
 def _departure(view: RankView) -> tuple[int, Item | None, Item | None] | None:
@@ -236,7 +240,13 @@ def _departure(view: RankView) -> tuple[int, Item | None, Item | None] | None:
             if new is None and not ended:
                 break
             if (old and habit_token(old)) != (new and habit_token(new)):
-                if old is None and not ended and step == view.steps_ended and new is not None and new.phase == "collective":
+                if (
+                    old is None
+                    and not ended
+                    and step == view.steps_ended
+                    and new is not None
+                    and new.phase == "collective"
+                ):
                     break  # after the loop: what a script does at its end is no departure
                 if _warm_up(view, streams, step):
                     break
@@ -255,8 +265,15 @@ def _warm_up(view: RankView, streams: dict[int, list[Item]], step: int) -> bool:
 
 def habit_token(item: Item) -> Hashable:
     about = item.about
-    return (item.op, item.group, about.get("peer"), about.get("tag"), about.get("root"), tuple(about.get("dtypes", ())),
-            item.site)  # fmt: skip
+    return (
+        item.op,
+        item.group,
+        about.get("peer"),
+        about.get("tag"),
+        about.get("root"),
+        tuple(about.get("dtypes", ())),
+        item.site,
+    )
 
 
 # ---- who is at fault

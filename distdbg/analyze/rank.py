@@ -4,6 +4,7 @@ Streams (collectives, modules entered) are cut out of the records with numpy; th
 was begun and not ended, is replayed event by event from the last moment at which nothing was open.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -134,7 +135,7 @@ class RankView:
     def __init__(self, shard: Shard, until: int | None = None) -> None:
         self.shard = shard
         self.rank: int = shard.rank
-        self.names: Sequence[Name] = shard.names
+        self.names: Sequence[Name | None] = shard.names
         records = shard.records
         self.offset = int(shard.anchor_unix_ns) - int(shard.anchor_mono_ns)
         if until is not None:
@@ -144,11 +145,12 @@ class RankView:
     # ---- names
 
     def text(self, number: int) -> str:
-        return self.names[number].text if 0 < number < len(self.names) else ""
+        name = self.names[number] if 0 < number < len(self.names) else None
+        return name.text if name is not None else ""
 
     def extra(self, number: int) -> dict[str, Any]:
-        found = self.names[number].extra if 0 < number < len(self.names) else None
-        return found or {}
+        name = self.names[number] if 0 < number < len(self.names) else None
+        return (name.extra or {}) if name is not None else {}
 
     # ---- simple facts
 
@@ -360,13 +362,25 @@ class Replay:
         in_backward = any(o.what == "backward" for o in stack)
         self.items.append(
             Item(
-                t=opened.t, step=opened.step, index=index, op=view.text(opened.name), seq=seq,
-                group=group.key if group else "", group_name=group.name if group else "", signature=view.text(signature_id), about=view.extra(signature_id),
-                bytes=opened.b, phase=phase, node=view.text(node.name) if node else None,
-                module=view.text(inner.module) if inner else "", issuer=str(extra.get("issuer", "script")),
-                source=view.text(source_id), joining=joining, backward=ordinal if in_backward else -1,
+                t=opened.t,
+                step=opened.step,
+                index=index,
+                op=view.text(opened.name),
+                seq=seq,
+                group=group.key if group else "",
+                group_name=group.name if group else "",
+                signature=view.text(signature_id),
+                about=view.extra(signature_id),
+                bytes=opened.b,
+                phase=phase,
+                node=view.text(node.name) if node else None,
+                module=view.text(inner.module) if inner else "",
+                issuer=str(extra.get("issuer", "script")),
+                source=view.text(source_id),
+                joining=joining,
+                backward=ordinal if in_backward else -1,
             )
-        )  # fmt: skip
+        )
 
     def _last_place(
         self, stacks: dict[int, list[Open]], last_nodes: dict[int, Open | None], finals: dict[int, set[int]]
@@ -387,7 +401,7 @@ class Replay:
 
 def _strides(ranks: tuple[int, ...]) -> str:
     """The rows of a grid of ranks are alike, and so are its columns: told by the steps from rank to rank."""
-    return ",".join(str(b - a) for a, b in zip(ranks, ranks[1:], strict=False)) if len(ranks) <= 64 else ""
+    return ",".join(str(b - a) for a, b in itertools.pairwise(ranks)) if len(ranks) <= 64 else ""
 
 
 def _same(opened: Open, what: str, seq: int, module: int) -> bool:

@@ -230,7 +230,8 @@ def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | 
         records = records[known]
     records = records[np.argsort(records["t"], kind="stable")]
     matched = _FOLDER.match(folder.name)
-    anchor = about.get("anchor") if isinstance(about.get("anchor"), dict) else {}
+    found = about.get("anchor")
+    anchor: dict[str, Any] = found if isinstance(found, dict) else {}
     if meta.get("stopped"):
         problems.append(f"rank {about.get('rank')}: {meta['stopped']}; what came later is not there")
     fatal = folder / schema.FATAL_STACKS_FILE

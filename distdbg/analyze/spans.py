@@ -103,17 +103,20 @@ def _key(what: str, index: int, seq: int, module: int) -> tuple[int, ...]:
 def _find(stack: list[_Open], ended: tuple[str, ...], index: int, seq: int, module: int) -> int | None:
     for position in range(len(stack) - 1, -1, -1):
         opened = stack[position]
-        if opened.what in ended and (
-            opened.what not in _KEYED or opened.key == _key(opened.what, index, seq, module)
-        ):
+        if opened.what in ended and (opened.what not in _KEYED or opened.key == _key(opened.what, index, seq, module)):
             return position
     return None
 
 
 def _assemble(
-    timeline: Timeline, rows: list[int], durations: list[int], own: list[int], waits: list[int], still: list[bool],
+    timeline: Timeline,
+    rows: list[int],
+    durations: list[int],
+    own: list[int],
+    waits: list[int],
+    still: list[bool],
     what: list[str],
-) -> Timeline:  # fmt: skip
+) -> Timeline:
     order = np.argsort(np.array(rows, dtype=np.int64), kind="stable")
     taken = np.array(rows, dtype=np.int64)[order]
     columns = {name: values[taken] for name, values in timeline.columns.items()}

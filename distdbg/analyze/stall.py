@@ -14,7 +14,7 @@ def find(facts: Facts) -> dict[str, Any] | None:
         return None
     blocked = {rank: wait.on for rank, wait in facts.blocked.items()}
     ends, cycle = roots(blocked)
-    standing = {r for r in ends if r in facts.views and not facts.ends[r].over or _terminated_late(facts, r)}
+    standing = {r for r in ends if (r in facts.views and not facts.ends[r].over) or _terminated_late(facts, r)}
     standing -= set(blocked)
     unseen = ends & facts.missing
     if unseen:
@@ -23,7 +23,7 @@ def find(facts: Facts) -> dict[str, Any] | None:
         return _cycle(facts, cycle)
     if not standing:
         standing = {r for r, end in facts.ends.items() if not end.over and r in facts.views and r not in blocked}
-    if not standing or not facts.stalled and not blocked:
+    if not standing or (not facts.stalled and not blocked):
         return None
     return _stalled(facts, standing)
 
@@ -47,12 +47,18 @@ def _stalled(facts: Facts, ranks: set[int]) -> dict[str, Any]:
     for other, wait in sorted(facts.blocked.items()):
         evidence.append(f"rank {other} waits in {wait.text} for {facts.names(wait.on)}")
     return {
-        "kind": "stalled", "summary": summary, "cause": _cause(facts, entry), "culprits": culprits,
-        "victims": facts.victims(set(ranks)), "evidence": evidence[:40],
-        "ruled_out": ["an exception or a dead process: none came first",
-                      "a mismatch of collectives: the ranks issued the same calls until then"],
+        "kind": "stalled",
+        "summary": summary,
+        "cause": _cause(facts, entry),
+        "culprits": culprits,
+        "victims": facts.victims(set(ranks)),
+        "evidence": evidence[:40],
+        "ruled_out": [
+            "an exception or a dead process: none came first",
+            "a mismatch of collectives: the ranks issued the same calls until then",
+        ],
         "confidence": 0.95 if facts.blocked else 0.7,
-    }  # fmt: skip
+    }
 
 
 def _standing(facts: Facts, rank: int) -> dict[str, Any]:
@@ -122,17 +128,27 @@ def _cause(facts: Facts, entry: dict[str, Any]) -> str:
 def _unseen(facts: Facts, unseen: set[int]) -> dict[str, Any]:
     who = facts.names(unseen)
     return {
-        "kind": "unknown", "cause": "the waits end at a rank without a shard",
+        "kind": "unknown",
+        "cause": "the waits end at a rank without a shard",
         "summary": f"the others wait for {who}, of which nothing was recorded: look there",
-        "victims": facts.victims(set()), "confidence": 0.4,
-        "evidence": [f"rank {r} waits in {w.text} for {facts.names(w.on)}" for r, w in sorted(facts.blocked.items())][:40],
-    }  # fmt: skip
+        "victims": facts.victims(set()),
+        "confidence": 0.4,
+        "evidence": [f"rank {r} waits in {w.text} for {facts.names(w.on)}" for r, w in sorted(facts.blocked.items())][
+            :40
+        ],
+    }
 
 
 def _cycle(facts: Facts, cycle: list[int]) -> dict[str, Any]:
-    chain = ", ".join(f"rank {r} waits in {facts.blocked[r].text} for {facts.names(facts.blocked[r].on)}" for r in cycle)
+    chain = ", ".join(
+        f"rank {r} waits in {facts.blocked[r].text} for {facts.names(facts.blocked[r].on)}" for r in cycle
+    )
     return {
-        "kind": "unknown", "cause": "a cycle of waits (deadlock)", "summary": f"a deadlock: {chain}",
-        "victims": facts.victims(set()), "evidence": [chain], "confidence": 0.4,
+        "kind": "unknown",
+        "cause": "a cycle of waits (deadlock)",
+        "summary": f"a deadlock: {chain}",
+        "victims": facts.victims(set()),
+        "evidence": [chain],
+        "confidence": 0.4,
         "ruled_out": ["one rank that stands still: each of them waits for another"],
-    }  # fmt: skip
+    }

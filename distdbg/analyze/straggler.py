@@ -68,14 +68,14 @@ def _late(facts: Facts, rank: int, times: dict[int, Times]) -> Late | None:
         return None
     during = steps[begin:]
     lost = median(excess[begin:])
-    waited = median(
-        median(times[o].waiting.get(s, 0) for o in others) - mine.waiting.get(s, 0) for s in during
-    )
+    waited = median(median(times[o].waiting.get(s, 0) for o in others) - mine.waiting.get(s, 0) for s in during)
     if waited < lost / 3:
         return None  # nobody waited for it: the work was not in the others' way
-    noise = median(
-        abs(times[o].total(s) - median(times[p].total(s) for p in others)) for s in during for o in others
-    ) if len(others) > 1 else 0.0  # fmt: skip
+    noise = (
+        median(abs(times[o].total(s) - median(times[p].total(s) for p in others)) for s in during for o in others)
+        if len(others) > 1
+        else 0.0
+    )
     if lost < NOISE * noise:
         return None
     key = _place(rank, others, times, during, lost)
@@ -133,9 +133,13 @@ def _verdict(facts: Facts, late: list[Late]) -> dict[str, Any]:
     place = f"node {node} of module {module}" if node else f"module {module}" if module else f"phase {phase}"
     who = facts.names([one.rank for one in late])
     return {
-        "kind": "straggler", "cause": f"{late[0].excess / 1e6:.0f} ms a step more in {place}", "culprits": entries,
+        "kind": "straggler",
+        "cause": f"{late[0].excess / 1e6:.0f} ms a step more in {place}",
+        "culprits": entries,
         "summary": f"{who} makes the others wait from step {late[0].step} on: {late[0].excess / 1e6:.0f} ms a step "
-                   f"more in {phase}, {place}",
-        "victims": facts.victims({one.rank for one in late}), "evidence": evidence, "confidence": 0.85,
+        f"more in {phase}, {place}",
+        "victims": facts.victims({one.rank for one in late}),
+        "evidence": evidence,
+        "confidence": 0.85,
         "ruled_out": ["a larger batch: inputs are of one size", "sporadic delays: it is late in nine of ten steps"],
-    }  # fmt: skip
+    }

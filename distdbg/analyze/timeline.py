@@ -31,7 +31,9 @@ def to_pandas(timeline: Timeline, columns: tuple[str, ...]) -> pd.DataFrame:
         values = timeline.columns[name]
         if name in TEXT_COLUMNS:
             # Code 0 is the empty text: a missing value to pandas.
-            data[name] = pd.Categorical.from_codes(values - 1, categories=pd.Index(timeline.texts[name][1:], dtype=object))
+            data[name] = pd.Categorical.from_codes(
+                values - 1, categories=pd.Index(timeline.texts[name][1:], dtype=object)
+            )
         elif name in _NULLABLE:
             data[name] = pd.arrays.IntegerArray(values.astype("int64"), values == NONE)
         else:

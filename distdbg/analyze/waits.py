@@ -134,7 +134,7 @@ def _cycle(blocked: dict[int, tuple[int, ...]]) -> list[int]:
 
 
 def names_of(ranks: Iterable[int]) -> str:
-    """"rank 1", "ranks 0 and 2", "ranks 0..6, 9"."""
+    """ "rank 1", "ranks 0 and 2", "ranks 0..6, 9"."""
     found = sorted(ranks)
     if len(found) == 1:
         return f"rank {found[0]}"

@@ -10,7 +10,9 @@ from distdbg.errors import DistdbgError
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="distdbg merge", description="Merge the shards of all ranks into one timeline.")
+    parser = argparse.ArgumentParser(
+        prog="distdbg merge", description="Merge the shards of all ranks into one timeline."
+    )
     parser.add_argument("run_dir", type=Path, help="the run directory that `distdbg run` printed first")
     parser.add_argument("-o", "--output", type=Path, help="a .csv or .parquet file (default: RUN_DIR/timeline.csv)")
     parser.add_argument("--spans", action="store_true", help="one row a begin/end pair instead of one an event")

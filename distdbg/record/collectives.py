@@ -46,10 +46,14 @@ OPERATORS: dict[str, tuple[str, int, int | None, int | None]] = {
 _SETUP = ("init_process_group", "new_group", "destroy_process_group")
 
 # Who issued a call, by the first Python frame outside of torch.distributed's plain functions.
-_PLAIN = tuple(
-    f"torch/distributed/{name}"
-    for name in ("distributed_c10d.py", "_functional_collectives.py", "c10d_logger.py", "nn/functional.py", "utils.py")
-) + ("torch/_ops.py",)
+_PLAIN = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/nn/functional.py",
+    "torch/distributed/utils.py",
+    "torch/_ops.py",
+)
 _ISSUERS = (
     ("DDP", ("torch/autograd/graph.py", "torch/nn/parallel/")),
     ("FSDP", ("torch/distributed/fsdp/",)),
@@ -111,12 +115,12 @@ class Collectives:
     def attach(self) -> None:
         if not dist.is_available():
             return
-        self._library = torch.library.Library("c10d", "IMPL")
+        self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         for operator in OPERATORS:
             overload = getattr(getattr(torch.ops.c10d, operator, None), "default", None)
             if overload is not None:
                 self._library.impl(operator, self._kernel(operator, overload), "BackendSelect", with_keyset=True)
-        self._waits = torch.library.Library("_c10d_functional", "IMPL")
+        self._waits = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
         self._waits.impl("wait_tensor", self._wait_kernel(), "BackendSelect", with_keyset=True)
         self._wrap_wait()
         for name in _SETUP:
@@ -326,7 +330,7 @@ class Collectives:
 
         def __enter__(self: Any) -> Any:
             session.emit(Kind.JOIN_BEGIN)
-            return enter(self)
+            return enter(self)  # type: ignore[no-untyped-call]
 
         def __exit__(self: Any, *args: Any) -> Any:
             result = leave(self, *args)

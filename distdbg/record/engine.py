@@ -90,15 +90,20 @@ class NodeHook:
             if grad is None:
                 nones += 1
         self.run.emit(
-            Kind.POSTHOOK, self.name, self.module, self.index, self.word,
+            Kind.POSTHOOK,
+            self.name,
+            self.module,
+            self.index,
+            self.word,
             len(outputs) - nones | nones << 16 | self.parameter,
-        )  # fmt: skip
+        )
 
 
 class DescribingHook(NodeHook):
     """As NodeHook, and notes shapes and dtypes of what it receives (`--describe`)."""
 
     __slots__ = ("session",)
+    session: Session
 
     def pre(self, grads: Any) -> None:
         super().pre(grads)
@@ -207,9 +212,13 @@ class Engine:
         flags = FLAG_TRUNCATED if run.truncated else 0
         source = session.source(3)
         session.emit(
-            Kind.BACKWARD_BEGIN, name=source, module=session.module_id(), seq=run.number, a=run.nodes,
+            Kind.BACKWARD_BEGIN,
+            name=source,
+            module=session.module_id(),
+            seq=run.number,
+            a=run.nodes,
             b=session.state.backwards | flags << 8,
-        )  # fmt: skip
+        )
         session.state.backwards += 1
         return run
 

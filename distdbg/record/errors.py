@@ -16,11 +16,11 @@ MAX_TEXT = 500
 
 # Whose code an exception passed through, innermost first; the first of these that matches wins.
 _ORIGINS = (
-    ("data", (os.sep.join(("torch", "utils", "data", "")),)),
-    ("checkpoint", (os.sep.join(("torch", "serialization.py")), os.sep.join(("torch", "distributed", "checkpoint", "")))),
-    ("optimizer", (os.sep.join(("torch", "optim", "")),)),
-    ("collective", (os.sep.join(("torch", "distributed", "")),)),
-)  # fmt: skip
+    ("data", ("torch/utils/data/",)),
+    ("checkpoint", ("torch/serialization.py", "torch/distributed/checkpoint/")),
+    ("optimizer", ("torch/optim/",)),
+    ("collective", ("torch/distributed/",)),
+)
 
 _user_code: dict[CodeType, bool] = {}
 
@@ -30,14 +30,14 @@ def is_user_code(code: CodeType) -> bool:
     known = _user_code.get(code)
     if known is None:
         name = code.co_filename
-        library = name.startswith("<") or name.startswith(PACKAGE)
+        library = name.startswith(("<", PACKAGE))
         library = library or any(name.startswith(root) for root in _LIBRARY) or "site-packages" in name
         known = _user_code[code] = not library
     return known
 
 
 def short_source(filename: str, line: int) -> str:
-    """"train.py:41": the file relative to the current directory or the script's, where it lies below one of them."""
+    """ "train.py:41": the file relative to the current directory or the script's, where it lies below one of them."""
     for base in (os.curdir, os.path.dirname(sys.argv[0]) if sys.argv and sys.argv[0] else os.curdir):
         try:
             relative = os.path.relpath(filename, base)
@@ -74,7 +74,9 @@ def own_fault(error: BaseException) -> bool:
 
 def type_name(error: BaseException) -> str:
     kind = type(error)
-    return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def message(error: BaseException) -> str:
@@ -87,7 +89,7 @@ def message(error: BaseException) -> str:
 
 
 def title(error: BaseException) -> str:
-    """"ValueError: level must be positive"."""
+    """ "ValueError: level must be positive"."""
     text = message(error)
     return f"{type_name(error)}: {text}" if text else type_name(error)
 
@@ -118,10 +120,8 @@ def describe(error: BaseException) -> dict[str, Any]:
             break
         if function == "_engine_run_backward":
             break
-    where = "{0}:{1} in {2}".format(*found[-1]) if found else ""
-    return {
-        "type": type_name(error), "source": source, "where": where, "origin": origin, "causes": _causes(error)
-    }  # fmt: skip
+    where = "{}:{} in {}".format(*found[-1]) if found else ""
+    return {"type": type_name(error), "source": source, "where": where, "origin": origin, "causes": _causes(error)}
 
 
 def _causes(error: BaseException) -> list[str]:

@@ -18,6 +18,7 @@ from distdbg.record import errors
 from distdbg.record.session import Kind, Session
 
 MAX_BOUNDARIES = 400_000
+_sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 # Wrappers of torch's own and the attribute that holds the user's module: not part of a name.
 _WRAPPERS = {
@@ -126,7 +127,7 @@ class Modules:
 
     def _boundary(self, name: int, call: int) -> None:
         state = self._session.state
-        number = torch.autograd._get_sequence_nr()
+        number = _sequence_number()
         seqs, modules = state.boundary_seqs, state.boundary_modules
         if seqs and seqs[-1] == number:
             modules[-1] = (name, call)
@@ -185,8 +186,10 @@ class Modules:
                 if parameter is not None:
                     text = f"{name}.{key}" if name else key
                     self._parameters[id(parameter)] = (
-                        weakref.ref(parameter), self._session.intern("parameter", text, _shape(parameter)), number
-                    )  # fmt: skip
+                        weakref.ref(parameter),
+                        self._session.intern("parameter", text, _shape(parameter)),
+                        number,
+                    )
             skipped = _wrapped_attribute(module)
             for key, child in module._modules.items():
                 if child is not None:

@@ -65,6 +65,8 @@ class NumericsHook(NodeHook):
     """As NodeHook, and notes the largest magnitude of what the node returned and received."""
 
     __slots__ = ("received", "session")
+    session: Session
+    received: Any
 
     def pre(self, grads: Any) -> None:
         super().pre(grads)

@@ -112,13 +112,13 @@ class Session:
 
     def attach_torch(self) -> None:
         """Put torch's hooks in place; torch is fully imported by now."""
+        import torch
+
         from distdbg.record.collectives import Collectives
         from distdbg.record.engine import Engine
         from distdbg.record.loop import Loop
         from distdbg.record.modules import Modules
         from distdbg.record.numerics import Numerics
-
-        import torch
 
         self.writer.write_meta({"versions": {"torch": torch.__version__, "python": sys.version.split()[0]}})
         modules = Modules(self)
@@ -196,9 +196,7 @@ def open_session(settings: Settings) -> Session:
     session.parts.append(watchdog)
     _session = session
     if not _atfork_registered:
-        os.register_at_fork(
-            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork
-        )
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork)
         atexit.register(stop)
         _atfork_registered = True
     return session

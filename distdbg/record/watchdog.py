@@ -25,7 +25,7 @@ MAX_FRAMES = 60
 
 def stack_of(frame: FrameType | None) -> list[list[Any]]:
     """[file, line, function] from the outermost frame to the innermost, without distdbg's worker."""
-    found = []
+    found: list[list[Any]] = []
     for item, line in traceback.walk_stack(frame):
         if len(found) >= MAX_FRAMES:
             break

@@ -46,7 +46,9 @@ def test_score_tells_right_from_exact_and_misled() -> None:
     said = {"rank": 1, "phase": "backward", "node": "MulBackward0", "module": "module.head"}
     assert harness.score(truth, {"kind": "died", "culprits": [said]})["exact"]
     other = harness.score(truth, {"kind": "died", "culprits": [{**said, "node": "AddBackward0"}]})
-    assert other["right"] and not other["exact"] and other["fields"]["node"] is False
+    assert other["right"]
+    assert not other["exact"]
+    assert other["fields"]["node"] is False
     assert harness.score(truth, {"kind": "died", "culprits": [{**said, "rank": 0}]})["misled"]
     assert not harness.score(truth, {"kind": "unknown", "culprits": []})["misled"]
     assert not harness.score(truth, None)["right"]

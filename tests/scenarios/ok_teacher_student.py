@@ -23,7 +23,7 @@ def main():
         loss.backward()
         adam.step()
         with torch.no_grad():
-            for slow, fast in zip(teacher.parameters(), student.module.parameters()):
+            for slow, fast in zip(teacher.parameters(), student.module.parameters(), strict=False):
                 slow.lerp_(fast, 0.1)
         say(progress.step, loss)
     finish()
