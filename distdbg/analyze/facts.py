@@ -158,7 +158,7 @@ class Facts:
         return best
 
     def next_due(self, rank: int, last: Open | None, backward: Open) -> tuple[str, str]:
-        """(node, module) due after the last one run, by an equal backward of this rank or a peer; ("", "") if unknown."""
+        """(node, module) due after the last one run, as equal backwards of this rank or a peer tell, or ("", "")."""
         index = last.seq + 1 if last is not None else 0
         own = self.views[rank]
         for view in [own, *(v for r, v in self.views.items() if r != rank and v.parameters == own.parameters)]:

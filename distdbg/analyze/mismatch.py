@@ -10,6 +10,7 @@ from distdbg.analyze.parting import (
     first_by_habit,
     first_by_role,
     first_difference,
+    keeps_habit,
     signature,
 )
 from distdbg.analyze.rank import Item, Raised, RankView
@@ -63,8 +64,7 @@ def _swapped(facts: Facts, parting: Parting) -> bool:
     ours, theirs = parting.ours, parting.theirs
     if parting.by != "majority" or ours is None or theirs is None or ours.group_name == theirs.group_name:
         return False
-    habits = first_by_habit(facts.views)
-    return habits is not None and habits.step == parting.step and set(habits.culprits) == set(parting.culprits)
+    return not any(keeps_habit(facts.views[rank], ours, parting.step) for rank in parting.culprits)
 
 
 def _harmless(parting: Parting) -> bool:

@@ -295,7 +295,7 @@ def _judge(
     if len(ordered[0]) * 2 > len(tokens):
         right = ordered[0]
     else:
-        right = [rank for rank in tokens if _keeps_habit(views[rank], calls.get(rank), step)]
+        right = [rank for rank in tokens if keeps_habit(views[rank], calls.get(rank), step)]
         kept = {tokens[rank] for rank in right}
         by = "habit" if len(kept) == 1 else "unclear"
         right = [rank for rank in tokens if tokens[rank] in kept] if by == "habit" else []
@@ -311,7 +311,7 @@ def _judge(
     return Parting(step, culprits, found, by, comparison, ours, theirs, group_name)
 
 
-def _keeps_habit(view: RankView, call: Item | None, step: int | None) -> bool:
+def keeps_habit(view: RankView, call: Item | None, step: int | None) -> bool:
     """Whether a rank did up to this call what it did in the step before."""
     at = call.step if call is not None else step or 0
     items = comparable(view)
