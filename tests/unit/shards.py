@@ -117,7 +117,9 @@ class Rank:
     def raised(self, text: str, *, peer: bool = False, kind: str = "ValueError", caught: bool = False) -> "Rank":
         """An exception leaves the script; of a peer's kind if ``peer``."""
         where = "/lib/site-packages/torch/autograd/graph.py:9 in run" if peer else "train.py:7 in step"
-        error = self.writer.intern("error", f"{kind}: {text}", {"type": kind, "where": where, "origin": "", "causes": []})
+        error = self.writer.intern(
+            "error", f"{kind}: {text}", {"type": kind, "where": where, "origin": "", "causes": []}
+        )
         if caught:
             return self.event(K.FORWARD_RAISED, name=error, module=self.module("layer"))
         return self.event(K.EXCEPTION, name=error).event(K.EXIT, seq=1, name=self.writer.intern("text", "exception"))
