@@ -39,8 +39,8 @@ class Rank:
     def _clock(self) -> Iterator[None]:
         unix = UNIX + self.now - START
         with (
-            mock.patch.object(shard.time, "monotonic_ns", lambda: self.now + self._skew),
-            mock.patch.object(shard.time, "time_ns", lambda: unix),
+            mock.patch.object(shard.time, "monotonic_ns", return_value=self.now + self._skew),
+            mock.patch.object(shard.time, "time_ns", return_value=unix),
         ):
             yield
 

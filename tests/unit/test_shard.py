@@ -91,7 +91,7 @@ def test_a_full_disk_stops_recording_with_one_line(
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """Recording into something that is no directory is a RecordingError that names the rank and the next step."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordingError, match="rank 1 .*choose another place"):
+    with pytest.raises(RecordingError, match=r"rank 1 .*choose another place"):
         ShardWriter(tmp_path / "file", identity(1, 2), {})
 
 
