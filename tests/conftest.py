@@ -27,7 +27,6 @@ def _hooks() -> dict[str, object]:
         "DataLoader": dataloader._BaseDataLoaderIter.__next__,
         "torch.save": torch.save,
         "init_process_group": torch.distributed.init_process_group,
-        "excepthook": sys.excepthook,
     }
 
 

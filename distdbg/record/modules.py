@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules import module as nn_module
 
 from distdbg.record import errors
-from distdbg.record.session import Kind, Session
+from distdbg.record.session import Kind, Patches, Session
 
 MAX_BOUNDARIES = 400_000
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -60,6 +60,8 @@ class Modules:
         self._calls: dict[int, int] = {}
         self._calls_step = -1
         self._handles: list[Any] = []
+        self._patches = Patches()
+        self.other_hooks: set[int] = set()  # ids of global forward hooks of other parts of the recorder
 
     def attach(self) -> None:
         self._handles = [
@@ -67,15 +69,32 @@ class Modules:
             nn_module.register_module_forward_hook(self._after, always_call=True),
             nn_module.register_module_module_registration_hook(self._registered),
         ]
+        self._patches.set(nn_module, "_has_any_global_hook", self._has_others_hooks(nn_module._has_any_global_hook))
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._patches.undo()
         self._ids.clear()
         self._parameters.clear()
 
     forget = detach
+
+    def _has_others_hooks(self, original: Any) -> Any:
+        """torch.compile warns of global hooks at every call; ours, which it traces past, are no cause for that."""
+
+        def has_any_global_hook() -> Any:
+            ours = {handle.id for handle in self._handles} | self.other_hooks
+            tables = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
+            others = (
+                nn_module._global_backward_pre_hooks
+                or nn_module._global_backward_hooks
+                or any(number not in ours for table in tables for number in table)
+            )
+            return others if self._handles else original()
+
+        return has_any_global_hook
 
     # ---- hooks
 

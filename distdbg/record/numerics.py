@@ -93,6 +93,7 @@ class Numerics:
 
     def attach(self) -> None:
         self._handle = torch.nn.modules.module.register_module_forward_hook(self._forward)
+        self._modules.other_hooks.add(self._handle.id)
 
     def detach(self) -> None:
         if self._handle is not None:
