@@ -23,9 +23,18 @@ def find(facts: Facts) -> dict[str, Any] | None:
         return _cycle(facts, cycle)
     if not standing:
         standing = {r for r, end in facts.ends.items() if not end.over and r in facts.views and r not in blocked}
+        # Who has issued a call that is not answered may wait in it, seen or not; who has issued none does not.
+        standing = {r for r in standing if not facts.waits[r]} or standing
+        # The making of a group waits for those that are not at it yet.
+        standing = {r for r in standing if not _making_group(facts, r)} or standing
     if not standing or (not facts.stalled and not blocked):
         return None
     return _stalled(facts, standing)
+
+
+def _making_group(facts: Facts, rank: int) -> bool:
+    stack = facts.views[rank].place.stack
+    return bool(stack) and stack[-1].what == "setup"
 
 
 def _doubtful(facts: Facts) -> bool:

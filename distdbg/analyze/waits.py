@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from distdbg.analyze.ends import End
 from distdbg.analyze.rank import Item, RankView
+from distdbg.schema import EventKind as K
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def blocked_in_wait(view: RankView, end: End) -> bool:
         if main.get("in") == "backward":
             return inner in ("node", "backward") and _waits_in_cpp(view)
         return False
-    return place.between or (inner == "node" and _waits_in_cpp(view))
+    issued_last = bool(view.items) and len(view.main) > 0 and int(view.main["kind"][-1]) == K.COLLECTIVE_END
+    return place.between or issued_last or (inner == "node" and _waits_in_cpp(view))
 
 
 def _waits_in_cpp(view: RankView) -> bool:

@@ -45,6 +45,7 @@ def in_library(stack: list[list[Any]]) -> str:
             ("torch/distributed/checkpoint/", "checkpoint"),
             ("torch/distributed/rendezvous", "setup"),
             ("torch/distributed/", "collective"),
+            ("torch/nn/parallel/", "collective"),
         ):
             if part in filename:
                 return name

@@ -195,6 +195,25 @@ def stall(run_dir: Path, ranks: list[Rank]) -> dict[str, Any]:
     return diagnose(run_dir)
 
 
+def test_waiting_in_a_wrappers_forward(run_dir: Path) -> None:
+    """DDP also waits in forward, after its call has returned and with no event more: a victim all the same."""
+    ranks = job(run_dir, 3)
+    train(ranks)
+    for rank in ranks[1:]:
+        rank.event(K.FORWARD_BEGIN, module=rank.module(""), a=1).call("broadcast", issuer="DDP", root=0)
+    verdict = stall(run_dir, ranks)
+    assert named(verdict) == ("stalled", [0])
+    assert verdict["culprits"][0]["phase"] == "loop"
+
+
+def test_a_group_that_is_never_made(run_dir: Path) -> None:
+    """Ranks in init_process_group wait for the one that is not there yet."""
+    ranks = job(run_dir, 3)
+    for rank in ranks[:2]:
+        rank.event(K.SETUP_BEGIN, name=rank.writer.intern("operation", "init_process_group"))
+    assert named(stall(run_dir, ranks)) == ("stalled", [2])
+
+
 def test_a_skipped_module_is_where_it_began(run_dir: Path) -> None:
     """A rank that left a module out, and so an all_reduce, is named at that module, not where the others wait."""
     ranks = job(run_dir, 3)
