@@ -6,7 +6,7 @@ What can be read is read; what cannot is told in ``Run.problems``, each with the
 import json
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,79 @@ def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
         raise ShardError(f"no shard in {path} can be read: " + "; ".join(run.problems[:3]))
     _check_mixed(run)
     return run
+
+
+class ShardStream:
+    """A shard whose records are not held in memory but read segment by segment.
+
+    ``problems`` grows while it is read. ``world_size`` and ``backend`` are as the rank knew them.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any], problems: list[str]) -> None:
+        matched = _FOLDER.match(folder.name)
+        found = about.get("anchor")
+        anchor: dict[str, Any] = found if isinstance(found, dict) else {}
+        self.folder = folder
+        self.problems = problems
+        self.rank = _int(about.get("rank", matched.group(1) if matched else 0))
+        self.attempt = _int(about.get("attempt", matched.group(2) if matched else 0))
+        self.host = str(about.get("host", matched.group(3) if matched else ""))
+        self.pid = _int(about.get("pid", matched.group(4) if matched else 0))
+        self.world_size = max(1, _int(about.get("world_size", 1)))
+        self.anchor_unix_ns = _int(anchor.get("unix_ns"))
+        self.offset_ns = self.anchor_unix_ns - _int(anchor.get("mono_ns"))
+        self.names = _read_names(folder, problems)
+        groups = (name.extra or {} for name in self.names if name is not None and name.category == "group")
+        self.backend = str(about.get("backend") or next((g["backend"] for g in groups if "backend" in g), "unknown"))
+        self._groups: dict[int, tuple[str, str]] = {}
+
+    def text(self, number: int) -> str:
+        """The text of a name, or a stand-in where the table does not have it."""
+        name = self.names[number] if 0 < number < len(self.names) else None
+        return name.text if name is not None else (f"name {number}" if number else "")
+
+    def group(self, number: int) -> tuple[str, str]:
+        """(key, name) of a process group; the key is the same on all of its ranks, "" where it is not known."""
+        known = self._groups.get(number)
+        if known is None:
+            name = self.names[number] if 0 < number < len(self.names) else None
+            extra = (name.extra or {}) if name is not None else {}
+            ranks = ",".join(map(str, extra.get("ranks", ())))
+            known = self._groups[number] = (f"{extra.get('key', '')}:{ranks}" if ranks else "", self.text(number))
+        return known
+
+    def segments(self) -> Iterator[np.ndarray]:
+        """The records, a segment at a time; in order of time thread by thread."""
+        kinds = [int(kind) for kind in schema.EventKind]
+        for path in sorted(self.folder.glob("seg-*" + schema.SEGMENT_SUFFIX)):
+            try:
+                records, _ = _read_segment(path)
+            except ShardError as error:
+                self.problems.append(str(error))
+                continue
+            yield records[np.isin(records["kind"], kinds)]
+
+
+def stream_run(run_dir: str | Path) -> tuple[list[ShardStream], list[str]]:
+    """The shards of a run, for reading one after the other, and what cannot be read. Raises as `read_run` does."""
+    path = Path(run_dir)
+    problems: list[str] = []
+    if not path.is_dir():
+        raise RunDirError(f"{path} is not a directory; give the run directory that `distdbg run` printed first")
+    streams = []
+    for folder in sorted(p for p in (path / schema.RANKS_FOLDER).glob("*") if p.is_dir()):
+        about = _json_file(folder / schema.META_FILE, problems)
+        if about is None:
+            problems.append(f"{folder}: no {schema.META_FILE}; the rank is left out, copy its folder again")
+            continue
+        streams.append(ShardStream(folder, about, []))
+    if not streams:
+        raise RunDirError(
+            f"{path} holds no shard that can be read; give a run directory of distdbg"
+            + "".join(f"; {p}" for p in problems[:3])
+        )
+    streams.sort(key=lambda s: (-s.attempt, s.rank))
+    return streams, problems
 
 
 def _check_mixed(run: Run) -> None:

@@ -8,7 +8,7 @@ from distdbg.analyze.merge import Timeline, merge
 from distdbg.analyze.read import Run
 from distdbg.schema import EventKind as K
 
-_PAIRS = {
+PAIRS: dict[str, tuple[K, tuple[K, ...]]] = {
     "node": (K.PREHOOK, (K.POSTHOOK,)),
     "forward": (K.FORWARD_BEGIN, (K.FORWARD_END, K.FORWARD_RAISED)),
     "backward": (K.BACKWARD_BEGIN, (K.BACKWARD_END, K.BACKWARD_RAISED)),
@@ -20,6 +20,10 @@ _PAIRS = {
     "setup": (K.SETUP_BEGIN, (K.SETUP_END, K.CALL_RAISED)),
     "gc": (K.GC_BEGIN, (K.GC_END,)),
 }
+END_KINDS: dict[K, tuple[str, ...]] = {}  # what an event may be the end of
+for _what, (_, _stops) in PAIRS.items():
+    for _stop in _stops:
+        END_KINDS[_stop] = (*END_KINDS.get(_stop, ()), _what)
 _WAITS = ("collective", "wait", "setup")
 _KEYED = ("node", "backward", "forward")  # ends name what they end
 
@@ -87,12 +91,12 @@ def _by_code(events: list[str]) -> tuple[dict[int, str], dict[int, tuple[str, ..
     codes = {text: code for code, text in enumerate(events)}
     begins: dict[int, str] = {}
     ends: dict[int, tuple[str, ...]] = {}
-    for what, (begin, stops) in _PAIRS.items():
+    for what, (begin, _) in PAIRS.items():
         if begin.label in codes:
             begins[codes[begin.label]] = what
-        for stop in stops:
-            if stop.label in codes:
-                ends[codes[stop.label]] = (*ends.get(codes[stop.label], ()), what)
+    for stop, whats in END_KINDS.items():
+        if stop.label in codes:
+            ends[codes[stop.label]] = whats
     return begins, ends
 
 
@@ -120,7 +124,7 @@ def _assemble(
     order = np.argsort(np.array(rows, dtype=np.int64), kind="stable")
     taken = np.array(rows, dtype=np.int64)[order]
     columns = {name: values[taken] for name, values in timeline.columns.items()}
-    kinds = ["", *_PAIRS]
+    kinds = ["", *PAIRS]
     columns["event"] = np.array([kinds.index(w) for w in what], dtype=np.int32)[order]
     columns["begin_s"] = columns.pop("time_s")
     for name, found in (("duration_us", durations), ("own_us", own), ("wait_us", waits)):
