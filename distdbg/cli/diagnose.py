@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 
 
@@ -10,13 +12,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", type=Path, help="the run directory that `distdbg run` printed first")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (as in verdict.json)")
     parser.add_argument("--write", action="store_true", help="also write RUN_DIR/verdict.json")
+    parser.add_argument(
+        "--lanes",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="draw what each rank did in the last moments (default: on a terminal)",
+    )
     args = parser.parse_args(argv)
 
-    from distdbg.analyze import verdict
-    from distdbg.report import terminal
+    from distdbg.analyze import facts, read, verdict
+    from distdbg.report import lanes, terminal
 
-    found = verdict.diagnose(args.run_dir)
+    run = read.read_run(args.run_dir)
+    found = verdict.diagnose_run(run)
     if args.write:
         verdict.write(args.run_dir, found)
     print(json.dumps(found, indent=1) if args.json else terminal.render(found, args.run_dir))
+    terminals = sys.stdout.isatty()
+    if not args.json and (args.lanes or (args.lanes is None and terminals)):
+        colour = terminals and not os.environ.get("NO_COLOR")
+        print("\n" + lanes.render(facts.gather(run), found, colour=colour))
     return 0
