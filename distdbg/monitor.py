@@ -126,7 +126,7 @@ class Monitor:
             except Exception as error:  # a fault of ours, in a thread of ours: never into the job
                 print(f"distdbg: monitor: {error!r}; the job goes on", file=sys.stderr)
                 return
-            processes.wait_any(self._alive(), TICK_S)
+            processes.wait_any(self._alive(), TICK_S, self._signals_read)
 
     def _alive(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.status is None]

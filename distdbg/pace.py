@@ -70,13 +70,14 @@ class Pace:
 
 
 def _works(there: list[RankPace]) -> bool:
-    """A rank that saves, loads or runs the script's own code, and visibly does: not yet a stall."""
-    return any(pace.busy and pace.phase in ("checkpoint", "data", "loop") and not pace.called for pace in there)
+    """A rank that saves, loads or runs the script's own code, and visibly does, or its first step: not yet a stall."""
+    quiet = ("checkpoint", "data", "loop")
+    return any(pace.busy and not pace.called and (pace.phase in quiet or pace.step < 1) for pace in there)
 
 
 def _idle_alike(there: list[RankPace], some_left: bool) -> bool:
-    """All ranks in the script's own code after the same calls: nobody waits for anybody."""
+    """All ranks in the script's own code (or all loading, or all saving) after the same calls: nobody waits."""
     if some_left or len(there) < 2:
         return False
-    free = all(pace.phase == "loop" and not pace.called for pace in there)
-    return free and len({pace.counts for pace in there}) == 1
+    free = all(pace.phase in ("loop", "data", "checkpoint") and not pace.called for pace in there)
+    return free and len({(pace.phase, pace.counts) for pace in there}) == 1

@@ -68,9 +68,10 @@ def worker_of(pid: int, run_dir: str) -> Worker | None:
     return worker
 
 
-def wait_any(workers: list[Worker], seconds: float) -> None:
-    """Sleep until one of the processes ends, or for the time given."""
+def wait_any(workers: list[Worker], seconds: float, wakeup: int) -> None:
+    """Sleep until one of the processes ends, ``wakeup`` (a file descriptor) can be read, or the time is over."""
     poll = select.poll()
+    poll.register(wakeup, select.POLLIN)
     for worker in workers:
         if worker.pidfd >= 0:
             poll.register(worker.pidfd, select.POLLIN)

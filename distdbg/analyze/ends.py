@@ -102,6 +102,14 @@ def _alive(view: RankView) -> bool | None:
         return False
 
 
+def _teardown(event: dict[str, Any], cut: int | None) -> bool:
+    """Whether a rank's exit is part of the run's being ended; the signal that does so may be seen a moment before."""
+    if cut is None:
+        return False
+    margin = 1_000_000_000 if event.get("signal") in ("SIGINT", "SIGTERM") else 0
+    return int(event["t_unix_ns"]) > cut - margin
+
+
 def ends_of(views: dict[int, RankView], events: list[dict[str, Any]], attempt: int, cut: int | None) -> dict[int, End]:
     """The end of every rank for which there is a shard or an event of the launcher."""
     exits: dict[int, dict[str, Any]] = {}
@@ -110,7 +118,7 @@ def ends_of(views: dict[int, RankView], events: list[dict[str, Any]], attempt: i
         if int(event.get("attempt", attempt) or 0) != attempt or "rank" not in event:
             continue
         rank = int(event["rank"])
-        if event.get("event") == "worker_exit" and (cut is None or int(event["t_unix_ns"]) <= cut):
+        if event.get("event") == "worker_exit" and not _teardown(event, cut):
             exits.setdefault(rank, event)
         elif event.get("event") == "stopped" and (cut is None or int(event["t_unix_ns"]) <= cut):
             stopped.add(rank)

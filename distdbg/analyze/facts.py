@@ -255,8 +255,8 @@ def gather(run: Run) -> Facts:
         if known is None or shard.anchor_unix_ns > known.anchor_unix_ns:
             newest[shard.rank] = shard
     views = {rank: RankView(shard, cut) for rank, shard in sorted(newest.items())}
-    interrupt = interrupt_of(views) if cut is None else None
-    if interrupt is not None:
+    interrupt = interrupt_of(views)
+    if interrupt is not None and (cut is None or interrupt <= cut):
         cut = interrupt - 1
         views = {rank: RankView(shard, cut) for rank, shard in sorted(newest.items())}
     ends = ends_of(views, run.launcher, attempt, cut)
