@@ -57,7 +57,7 @@ class Difference:
     def title(self) -> str:
         if self.what in ("step", "waiting"):
             return self.what
-        place = " ".join(part for part in (self.node, f"in {self.module}" if self.module else "") if part)
+        place = " in ".join(part for part in (self.node, self.module) if part)
         return f"{self.phase}: {place}" if place else self.phase
 
 
@@ -79,17 +79,25 @@ class Comparison:
 
     @property
     def summary(self) -> str:
+        """One sentence: how much longer a step takes, and where most of that arises."""
         step = self.rows[0]
         if not self.found:
             return f"no difference beyond the noise: a step takes {step.a.ms:.1f} and {step.b.ms:.1f} ms"
-        parts = [f"a step takes {_change(step)}" if step.beyond_noise else "a step takes as long as before"]
-        places = [row for row in self.found if row.what == "place"] or [r for r in self.found if r.what != "step"]
-        if places:
-            worst = max(places, key=lambda row: abs(row.ms))
-            parts.append(f"most of it in {worst.title} ({_change(worst)})")
-            if worst.ranks:
-                parts.append(f"on rank{'s' if len(worst.ranks) > 1 else ''} {', '.join(map(str, worst.ranks))} alone")
-        return ", ".join(parts)
+        text = f"a step takes {_change(step)}" if step.beyond_noise else "a step takes as long as before"
+        places = [row for row in self.found if row.what == "place"]
+        phases = [row for row in self.found if row.what == "phase"]
+        if not places and not phases:
+            return text
+        worst = max(places or phases, key=lambda row: abs(row.ms))
+        same = [row for row in places if row.ms * worst.ms > 0]
+        if abs(worst.ms) < sum(abs(row.ms) for row in same) / 2 and phases:
+            worst = max(phases, key=lambda row: abs(row.ms))
+            text += f"; most in {worst.title} ({_change(worst)}), in {len(same)} places"
+        else:
+            text += f"; most in {worst.title} ({_change(worst)})"
+        if worst.ranks:
+            text += f", on rank{'s' if len(worst.ranks) > 1 else ''} {', '.join(map(str, worst.ranks))} alone"
+        return text
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: times in ms a step."""
@@ -101,9 +109,8 @@ class Comparison:
 
 
 def _change(row: Difference) -> str:
-    if row.a.ms <= 0:
-        return f"{row.ms:+.2f} ms"
-    return f"{row.ms:+.2f} ms, {row.ms / row.a.ms:+.0%}"
+    text = f"{abs(row.ms):.2f} ms {'longer' if row.ms > 0 else 'shorter'}"
+    return f"{text}, {row.ms / row.a.ms:+.0%}" if row.a.ms > 0 else text
 
 
 @dataclass
@@ -171,7 +178,7 @@ def _difference(what: str, key: Key, samples: Sequence[dict[int, list[float]]], 
     """``samples``: for both runs, ns by rank, one for each step."""
     least = MIN_SHARE * median(a.lengths)
     amounts = [_amount([median(column) for column in zip(*by_rank.values(), strict=True)]) for by_rank in samples]
-    beyond = _beyond(*amounts, least)
+    beyond = _beyond(amounts[0], amounts[1], least)
     ranks: tuple[int, ...] = ()
     if not beyond and what != "waiting":
         both = sorted(set(samples[0]) & set(samples[1]))

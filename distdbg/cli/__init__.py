@@ -11,6 +11,9 @@ COMMANDS = {
     "run": ("distdbg.cli.run", "launch a job as torchrun does, recorded; ends with the verdict"),
     "diagnose": ("distdbg.cli.diagnose", "say which rank stalled or failed, where, and why the others wait"),
     "merge": ("distdbg.cli.merge", "merge the shards of all ranks into one timeline (CSV or Parquet)"),
+    "export": ("distdbg.cli.export", "write a trace for the Perfetto UI and chrome://tracing"),
+    "report": ("distdbg.cli.report", "write one HTML file with the verdict and pictures of the run"),
+    "compare": ("distdbg.cli.compare", "say what got slower between two runs, by phase, module and node"),
 }
 
 

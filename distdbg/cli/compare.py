@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     def text(found: Comparison) -> str:
         lines = [f"distdbg: {found.summary}"]
         lines += [f"  note: {note}" for note in found.notes]
-        lines += ["", f"  {'ms a step':<46}{'before':>17}{'after':>18}{'difference':>10}"]
+        lines += ["", f"  {'ms a step':<46}{'before':>17}{'after':>18}{'change':>10}"]
         lines += [row(one) for one in found.rows if one.what != "place"]
         places = [one for one in found.rows if one.what == "place" and (args.all or one.beyond_noise)]
         if places:
