@@ -129,14 +129,19 @@ class ShardWriter:
             if len(self._ids) >= MAX_NAMES:
                 return 0
             number = next(self._next_name)
-            line = json.dumps([number, category, text, extra], default=str) + "\n"
+            self.amend(number, category, text, extra)
+            self._ids[key] = number
+            return number
+
+    def amend(self, number: int, category: str, text: str, extra: dict[str, Any] | None) -> None:
+        """Write a name's line; of several with one id the last counts."""
+        line = json.dumps([number, category, text, extra], default=str) + "\n"
+        with self._lock:
             if self._names_fd >= 0:
                 try:
                     os.write(self._names_fd, line.encode("utf-8", "replace"))
                 except OSError as error:
                     self._give_up(error)
-            self._ids[key] = number
-            return number
 
     def write_text(self, name: str, text: str) -> None:
         """Replace a text file beside the shard at once; a failure is dropped (it is evidence, not data)."""

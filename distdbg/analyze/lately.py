@@ -133,7 +133,7 @@ def _label(view: RankView, what: str, name: int, module: int, seq: int, a: int) 
     if what == "forward":
         return view.text(module) or "(model)"
     if what == "finalizing":
-        return "waits at the end of backward"
+        return "waits"
     if what == "backward":
         return f"backward {seq}"
     return view.text(name) or what

@@ -190,7 +190,7 @@ def _entry(facts: Facts, parting: Parting, rank: int, origin: Origin | None) -> 
     shown = item or parting.theirs
     fields: dict[str, Any] = {"phase": shown.phase if shown else "loop"}
     if item is not None:
-        fields.update(node=item.node, module=item.module, source=item.source or None)
+        fields.update(node=item.node, module=item.module, source=item.source.partition(" by ")[0] or None)
         if item.issuer in ("DDP", "join"):
             fields.update(node=None, module=None)
     elif shown is not None:
@@ -225,7 +225,7 @@ def _following(view: RankView, item: Item) -> Item | None:
         return None
     if position + 1 < len(calls):
         return calls[position + 1]
-    if item.phase != "collective":
+    if item.phase != "collective" and item.issuer != "script":
         return None  # a forward without its backward is an evaluation more rather than a backward less
     earlier = [n for n in range(position - 1, -1, -1) if _alike(calls[n], item)]
     return calls[earlier[0] + 1] if earlier else None
@@ -250,6 +250,9 @@ def _origin(facts: Facts, parting: Parting, rank: int) -> Origin | None:
     caught = _caught(facts, parting, rank, others)
     if caught is not None:
         return caught
+    odd = _odd_step(facts, parting, rank, peer) if peer is not None else None
+    if odd is not None:
+        return odd
     if parting.comparison == "habit":
         return None
     if peer is not None:
@@ -264,6 +267,8 @@ def _caught(facts: Facts, parting: Parting, rank: int, others: list[int]) -> Ori
     for raised in view.raised:
         if raised.step > parting.step or (final is not None and raised.error == final.error):
             continue
+        if any(_raised_alike(facts.views[other], raised, view) for other in others):
+            continue  # the others handle the same in that step, and no call of theirs is missing
         usual = _usual_items(facts, raised, others)
         if not raised.opened or not usual or not _whole_model(facts, raised, view, others):
             continue
@@ -285,6 +290,11 @@ def _caught(facts: Facts, parting: Parting, rank: int, others: list[int]) -> Ori
         }
         return Origin(raised.step, fields, sentence)
     return None
+
+
+def _raised_alike(other: RankView, raised: Raised, view: RankView) -> bool:
+    text = view.text(raised.error)
+    return any(r.step == raised.step and other.text(r.error) == text for r in other.raised)
 
 
 def _usual_items(facts: Facts, raised: Raised, others: list[int]) -> list[Item]:
@@ -317,6 +327,26 @@ def _backwards(view: RankView, step: int) -> list[int]:
     """The number of nodes of each backward of a step."""
     found = view.of_kind(K.BACKWARD_BEGIN)
     return [int(nodes) for nodes in found["a"][found["step"] == step]]
+
+
+def _odd_step(facts: Facts, parting: Parting, rank: int, peer: int) -> Origin | None:
+    """The one earlier step in which this rank ran its model once more than the others: a batch it began and dropped.
+
+    What broke it off left no trace of its own (an error between forward and backward, say).
+    """
+    view, other = facts.views[rank], facts.views[peer]
+    first = max(view.first_step, other.first_step)
+    odd = [s for s in range(first, parting.step) if _modules_differ(view, other, s)]
+    if len(odd) != 1 or parting.comparison == "habit":
+        return None
+    step = odd[0]
+    ours, theirs = ([name for name, _ in v.entered.get(step, [])] for v in (view, other))
+    if len(ours) <= len(theirs) or ours[len(ours) - len(theirs) :] != theirs or not ours or ours[0] != theirs[0]:
+        return None
+    usual = [i for i in other.items if i.step == step]
+    fields = {"phase": "loop", "node": None, "module": None, "source": None,
+              "collective": usual[0].op if usual else None}  # fmt: skip
+    return Origin(step, fields, "began a batch and dropped it after its forward, and so is one batch behind the others")
 
 
 def _module_parting(facts: Facts, parting: Parting, rank: int, peer: int) -> Origin | None:
@@ -361,6 +391,8 @@ def _gradient_parting(facts: Facts, parting: Parting, rank: int, peer: int) -> O
     item = parting.theirs or parting.ours
     if item is None or item.issuer != "DDP" or item.phase != "backward":
         return None
+    if parting.ours is not None and parting.ours.issuer == "script":
+        return None  # its own call is where it parted
     view, other = facts.views[rank], facts.views[peer]
     mine, theirs = _ready(view, parting.step), _ready(other, parting.step)
     lacking = [p for p in theirs if p not in mine]

@@ -39,6 +39,11 @@ def _wrapped_attribute(module: torch.nn.Module) -> str | None:
     return None
 
 
+def _control_flow(error: BaseException) -> bool:
+    """torch stops a recomputation early by an exception of its own: an end like any other."""
+    return type(error).__module__ == "torch.utils.checkpoint" and type(error).__name__.startswith("_Stop")
+
+
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     for _ in range(20):  # wrappers nest a few deep; a cycle must not hang us
         attribute = _wrapped_attribute(module)
@@ -133,7 +138,7 @@ class Modules:
             return
         self._boundary(stack[-1][1] if stack else 0, 0)
         error = sys.exc_info()[1]
-        if error is None or id(error) == before:
+        if error is None or id(error) == before or _control_flow(error):
             session.emit(Kind.FORWARD_END, module=name)
         else:
             session.emit(Kind.FORWARD_RAISED, name=session.intern_error(error), module=name)

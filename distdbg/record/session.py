@@ -80,17 +80,20 @@ class Session:
     parts: list[Any] = field(default_factory=list)
     active: bool = True
     numerics: Any = None  # record.numerics.Numerics, where it is on
+    _located: set[int] = field(default_factory=set)  # errors whose place in the script has been written
 
     def __post_init__(self) -> None:
         self.emit = self.writer.emit
         self.intern = self.writer.intern
 
     def intern_error(self, error: BaseException) -> int:
-        known = getattr(self, "_last_error", None)
-        if known is not None and known[0] == id(error):
-            return int(known[1])
-        number = self.intern("error", errors.title(error), errors.describe(error))
-        self._last_error = (id(error), number)
+        """The name's id of an exception; what is known of it is written again once its traceback tells more."""
+        about = errors.describe(error)
+        text = errors.title(error)
+        number = self.intern("error", text, about)
+        if about["source"] and number not in self._located:
+            self._located.add(number)
+            self.writer.amend(number, "error", text, about)
         return number
 
     def module_id(self) -> int:

@@ -56,7 +56,7 @@ def _steps(times: dict[int, Times], verdict: dict[str, Any]) -> list[int]:
     first = WARM_UP
     if verdict.get("kind") == "straggler" and verdict["culprits"]:
         first = max(first, int(verdict["culprits"][0].get("step") or 0))
-    return [s for s in steps if s >= first] or steps
+    return [s for s in steps if s >= first]
 
 
 def _rows(times: dict[int, Times], steps: list[int], modules: list[str]) -> list[_Row]:

@@ -95,7 +95,8 @@ def _bars(bars: list[Bar], window: Window, y: float, depth: int, stands: bool, *
         red = stands and bar.open and not bar.waits
         if thin and bar.depth > 0 and not (bar.waits or red):
             continue
-        if not red and right - drawn.get(row, 0.0) < 0.7:
+        seen = left if thin and bar.depth else max(left, drawn.get(row, 0.0))
+        if not red and right - seen < 0.7:
             continue
         drawn[row] = max(drawn.get(row, 0.0), right)
         kind = "stands" if red else _CLASS.get(bar.what, bar.what)

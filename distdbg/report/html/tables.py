@@ -13,7 +13,7 @@ _FIELDS = (
 )  # fmt: skip
 MAX_CARDS = 8
 _HOW = {
-    "running": "runs",
+    "running": "alive",
     "left": "came to its end",
     "exception": "ended by an exception",
     "crashed": "crashed",
