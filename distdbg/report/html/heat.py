@@ -13,7 +13,7 @@ MAX_ROWS = 40
 LEFT, WIDTH, ROW = 250, 1120, 17
 _BOUNDS = (0.5, 0.77, 0.91, 1.1, 1.3, 2.0)  # ratios between the seven colours
 _SHOWN = ("less than half", "0.5 to 0.77", "0.77 to 0.91", "0.91 to 1.1", "1.1 to 1.3", "1.3 to 2", "more than twice")
-_NOTABLE_MS = 0.02
+NOTABLE = 0.005  # of a step
 
 
 @dataclass
@@ -79,8 +79,11 @@ def _rows(times: dict[int, Times], steps: list[int], modules: list[str]) -> list
     return sorted(rows, key=lambda row: order.get(row.name, len(order)))
 
 
-def _class(ratio: float) -> int:
-    return sum(ratio > bound for bound in _BOUNDS) - 3
+def _class(ms: float, middle: float, least: float) -> int:
+    """The colour, from -3 to 3; 0 for a difference that no step would notice."""
+    if abs(ms - middle) < least:
+        return 0
+    return sum(ms > bound * middle for bound in _BOUNDS) - 3
 
 
 def _cells(rows: list[_Row], ranks: list[int], culprits: set[Any], cell: float) -> str:
@@ -93,12 +96,13 @@ def _cells(rows: list[_Row], ranks: list[int], culprits: set[Any], cell: float) 
         ):
             parts.append(svg.label(LEFT + (column + 0.5) * cell, 18, rank, "bad" if bad else "dim", "middle"))
     shapes: dict[int, list[str]] = {}
+    least = NOTABLE * sum(row.middle for row in rows)
     for number, row in enumerate(rows):
         y = 26 + number * ROW
         parts.append(svg.label(LEFT - 8, y + 12, svg.shorten(row.name, 36), "mono", "end"))
         parts.append(svg.label(LEFT + cell * len(ranks) + 6, y + 12, f"{row.middle:.2f} ms", "dim"))
         for column, ms in enumerate(row.ms.tolist()):
-            kind = _class(ms / row.middle) if row.middle > 0 else (3 if ms > _NOTABLE_MS else 0)
+            kind = _class(ms, row.middle, least)
             x = LEFT + column * cell
             if len(ranks) <= 32 or abs(kind) >= 2:
                 title = f"rank {ranks[column]}, {row.name}: {ms:.3f} ms a step, median {row.middle:.3f} ms"
@@ -116,6 +120,7 @@ def _legend() -> str:
 
 def _worst(rows: list[_Row], ranks: list[int], culprits: set[Any]) -> str:
     """The largest excesses as a table: what the picture shows, for reading and by keyboard."""
+    least = NOTABLE * sum(row.middle for row in rows)
     found = sorted(
         ((ms - row.middle, ranks[column], row, ms) for row in rows for column, ms in enumerate(row.ms.tolist())),
         key=lambda one: -one[0],
@@ -124,7 +129,7 @@ def _worst(rows: list[_Row], ranks: list[int], culprits: set[Any]) -> str:
         f"<tr{' class=bad' if rank in culprits else ''}><td>{rank}</td><td class=name>{svg.text(row.name)}</td>"
         f"<td class=number>{ms:.2f}</td><td class=number>{row.middle:.2f}</td><td class=number>{excess:+.2f}</td></tr>"
         for excess, rank, row, ms in found
-        if excess > _NOTABLE_MS
+        if excess > least
     )
     if not body:
         return ""

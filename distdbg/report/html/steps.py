@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from distdbg.analyze.owntime import Times
+from distdbg.analyze.straggler import WARM_UP
 from distdbg.report.html import svg
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 1120, 210, 60, 26
@@ -12,9 +13,9 @@ MAX_POINTS = 500
 
 
 def render(times: dict[int, Times], verdict: dict[str, Any]) -> str:
-    """HTML, "" with fewer than three steps."""
+    """HTML, "" with fewer than two steps after warm-up."""
     steps = sorted({step for one in times.values() for step in one.own})[:-1]
-    if len(steps) < 3:
+    if len(steps) < WARM_UP + 2:
         return ""
     stride = -(-len(steps) // MAX_POINTS)
     steps = steps[::stride]
@@ -22,8 +23,8 @@ def render(times: dict[int, Times], verdict: dict[str, Any]) -> str:
     own = _by_rank(times, steps, waits=False)
     culprits = [c["rank"] for c in verdict.get("culprits", []) if c.get("rank") in times]
     late = list(times).index(culprits[0]) if culprits and verdict.get("kind") == "straggler" else None
-    # The first steps are often many times longer than the rest; they would flatten it.
-    top = float(np.nanpercentile(length, 99 if len(steps) < 20 else 97)) * 1.25 or 1.0
+    # The first steps are often many times longer than the rest; they run out of the picture, lest they flatten it.
+    top = float(np.nanmax(np.nanpercentile(length[:, WARM_UP:], 90, axis=0))) * 1.25 or 1.0
 
     def points(values: np.ndarray) -> list[tuple[float, float]]:
         return [
