@@ -6,7 +6,7 @@ from typing import Any
 
 from distdbg.analyze import waits as waits_module
 from distdbg.analyze.ends import End, Failure, cut_of, ends_of, failure_of, interrupt_of
-from distdbg.analyze.rank import Open, Place, Raised, RankView
+from distdbg.analyze.rank import Open, Place, Raised, RankView, phase_of
 from distdbg.analyze.read import Run
 from distdbg.analyze.waits import Wait
 from distdbg.schema import EventKind as K
@@ -192,6 +192,8 @@ class Facts:
                 "signal",
                 "source",
                 "since_s",
+                "node_index",
+                "node_count",
             )
         )
         entry = {
@@ -208,10 +210,13 @@ class Facts:
     def at(self, rank: int, stack: tuple[Open, ...], place: Place | None = None) -> dict[str, Any]:
         """phase, node, module, source, collective, group of what is open in ``stack``."""
         view = self.views[rank]
-        phase = waits_phase(stack)
+        phase = phase_of(stack)
         node = next((o for o in reversed(stack) if o.what == "node"), None)
         fields: dict[str, Any] = {"phase": phase, "node": view.text(node.name) if node else None, "module": None}
         forward = next((o for o in reversed(stack) if o.what == "forward" and o.module), None)
+        if node is not None:
+            around = next((o for o in stack if o.what == "backward" and o.seq == node.a & 0xFFFFFFFF), None)
+            fields["node_index"], fields["node_count"] = node.seq, around.a if around else None
         inner = forward if forward and (node is None or stack.index(forward) > stack.index(node)) else node
         if inner is not None and phase in ("forward", "backward"):
             fields["module"] = view.text(inner.module) or None
@@ -225,6 +230,8 @@ class Facts:
             if not finalizing:
                 name, module = self.next_due(rank, last, backward)
                 fields["node"], fields["module"] = name or None, module or None
+                if name:
+                    fields["node_index"], fields["node_count"] = last.seq + 1 if last else 0, backward.a
         called = next((o for o in reversed(stack) if o.what == "collective"), None)
         if called is not None:
             group = view.groups.get(called.a & 0xFFFFFFFF)
@@ -233,12 +240,6 @@ class Facts:
             # Waiting for the work of a call that has returned: the last one issued, as nearly as can be told.
             fields["collective"], fields["group"] = view.items[-1].op, view.items[-1].group_name or None
         return fields
-
-
-def waits_phase(stack: tuple[Open, ...]) -> str:
-    from distdbg.analyze.rank import phase_of
-
-    return phase_of(stack)
 
 
 def gather(run: Run) -> Facts:

@@ -60,7 +60,7 @@ def _exception(facts: Facts, first: int) -> dict[str, Any]:
     failure = facts.failures[first]
     who = facts.names(ranks)
     summary = f"{who} failed in {_where(entry)}: {failure.title}"
-    evidence = [f"rank {first} raised {failure.title} at {failure.source or failure.where}"]
+    evidence = [f"rank {first} raised {failure.type} at {failure.source or failure.where}, before any other failed"]
     if entry["node"]:
         evidence.append(f"node {entry['node']} was entered on rank {first} and not left")
     later = [r for r, f in facts.failures.items() if f.from_peer]
@@ -197,10 +197,17 @@ def _way(facts: Facts, rank: int) -> str:
     return f"ended with exit code {end.code} without leaving its script (os._exit)"
 
 
+def ordinal(number: int) -> str:
+    """ "1st", "12th", "23rd"."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
 def _where(entry: dict[str, Any]) -> str:
     parts = []
     if entry["node"]:
-        parts.append(f"node {entry['node']}")
+        place = f", {ordinal(entry['node_index'] + 1)} of {entry['node_count']}" if entry["node_count"] else ""
+        parts.append(f"node {entry['node']}{place}")
     if entry["module"]:
         parts.append(f"module {entry['module']}")
     phase = {"loop": "the script's own code", "data": "loading data"}.get(entry["phase"] or "", entry["phase"])

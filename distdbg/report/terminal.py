@@ -44,7 +44,7 @@ def _culprit(culprit: dict[str, Any]) -> list[str]:
     if culprit.get("phase"):
         lines += _row("phase", f"{culprit['phase']} of step {culprit['step']}")
     if culprit.get("node"):
-        lines += _row("node", culprit["node"])
+        lines += _row("node", culprit["node"] + _position(culprit))
     place = ", ".join(part for part in (culprit.get("module"), culprit.get("source")) if part)
     if place:
         lines += _row("module" if culprit.get("module") else "source", place)
@@ -58,6 +58,11 @@ def _culprit(culprit: dict[str, Any]) -> list[str]:
         group = f" of {culprit['group']}" if culprit.get("group") else ""
         lines += _row("call", f"{culprit['collective']}{group}")
     return lines
+
+
+def _position(culprit: dict[str, Any]) -> str:
+    count = culprit.get("node_count")
+    return f", number {culprit['node_index'] + 1} of {count}" if count else ""
 
 
 def _others(victims: list[dict[str, Any]]) -> list[str]:
