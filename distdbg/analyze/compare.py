@@ -2,7 +2,7 @@
 
 For every place the median over ranks is taken step by step, then the median over steps after warm-up. Its spread
 is that of the steps (median absolute deviation, scaled as a standard deviation). A difference counts only beyond
-the noise: more than the spread of single steps, four times the error of the medians, and 1 % of a step.
+the noise: more than the spread of single steps, four times the error of the medians, and 0.5 % of a step.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from distdbg.analyze.read import read_run
 from distdbg.analyze.straggler import MIN_STEPS, WARM_UP
 from distdbg.errors import RunDirError
 
-MIN_SHARE = 0.01  # of a step
+MIN_SHARE = 0.005  # of a step
 ERRORS = 4.0
 _MAD = 1.4826  # from a median absolute deviation to a standard deviation
 

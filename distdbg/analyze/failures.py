@@ -59,7 +59,7 @@ def _exception(facts: Facts, first: int) -> dict[str, Any]:
     entry = next(c for c in culprits if c["rank"] == first)
     failure = facts.failures[first]
     who = facts.names(ranks)
-    summary = f"{who} failed in {_where(entry)}: {failure.title}"
+    summary = f"{who} failed in {where_of(entry)}: {failure.title}"
     evidence = [f"rank {first} raised {failure.type} at {failure.source or failure.where}, before any other failed"]
     if entry["node"]:
         evidence.append(f"node {entry['node']} was entered on rank {first} and not left")
@@ -88,7 +88,7 @@ def _exited(facts: Facts, rank: int) -> dict[str, Any]:
     entry = facts.culprit(rank, step=view.step, error=error, **fields)
     return {
         "kind": "exception",
-        "summary": f"rank {rank} left in {_where(entry)} with exit code {end.code} (sys.exit)",
+        "summary": f"rank {rank} left in {where_of(entry)} with exit code {end.code} (sys.exit)",
         "cause": error,
         "culprits": [entry],
         "victims": facts.victims({rank}),
@@ -165,7 +165,7 @@ def _died(facts: Facts, rank: int) -> dict[str, Any]:
         fields["collective"], fields["group"] = waiting[0].item.op, waiting[0].group_name or None
     way = _way(facts, rank)
     entry = facts.culprit(rank, step=step, signal=end.signal, **fields)
-    summary = f"rank {rank} {way}" + (f" in {_where(entry)}" if view is not None and end.how != "left" else "")
+    summary = f"rank {rank} {way}" + (f" in {where_of(entry)}" if view is not None and end.how != "left" else "")
     if end.how == "left":
         summary += f" in step {step}, while others still needed it" if waiting else f" in step {step}"
     evidence = [f"rank {rank} {way}"]
@@ -203,7 +203,7 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def _where(entry: dict[str, Any]) -> str:
+def where_of(entry: dict[str, Any]) -> str:
     parts = []
     if entry["node"]:
         place = f", {ordinal(entry['node_index'] + 1)} of {entry['node_count']}" if entry["node_count"] else ""

@@ -292,9 +292,11 @@ class Replay:
         last_error: tuple[int, int] | None = None
         backwards: dict[int, int] = {}
         ordinal = -1
-        main = view.main
+        positions = np.flatnonzero(~_uneventful(view.main))
+        main = view.main[positions]
         columns = [main[name].tolist() for name in ("kind", "thread", "name", "module", "seq", "a", "b", "t", "step")]
-        for index, (kind, thread, name, module, seq, a, b, t, step) in enumerate(zip(*columns, strict=True)):
+        rows = zip(positions.tolist(), *columns, strict=True)
+        for index, kind, thread, name, module, seq, a, b, t, step in rows:
             stack = stacks.get(thread)
             if stack is None:
                 stack = stacks[thread] = []
@@ -402,6 +404,25 @@ class Replay:
 def _strides(ranks: tuple[int, ...]) -> str:
     """The rows of a grid of ranks are alike, and so are its columns: told by the steps from rank to rank."""
     return ",".join(str(b - a) for a, b in itertools.pairwise(ranks)) if len(ranks) <= 64 else ""
+
+
+def _uneventful(records: np.ndarray) -> np.ndarray:
+    """Marks nodes in which nothing happened (a prehook and its posthook in a row): most of all events.
+
+    Of each run of them the last is kept, since where a rank is between two nodes hangs on it.
+    """
+    marks = np.zeros(len(records), dtype=bool)
+    if len(records) < 4:
+        return marks
+    kind, thread, seq, word = (records[name] for name in ("kind", "thread", "seq", "a"))
+    pair = (kind[:-1] == K.PREHOOK) & (kind[1:] == K.POSTHOOK) & (seq[:-1] == seq[1:]) & (word[:-1] == word[1:])
+    pair &= thread[:-1] == thread[1:]
+    # A pair goes if another pair of the same thread follows at once.
+    goes = np.zeros(len(records) - 1, dtype=bool)
+    goes[:-2] = pair[:-2] & pair[2:] & (thread[:-3] == thread[2:-1])
+    marks[:-1] |= goes
+    marks[1:] |= goes
+    return marks
 
 
 def _same(opened: Open, what: str, seq: int, module: int) -> bool:
