@@ -10,6 +10,7 @@ clock is the generator's own, so a run of an hour takes as long as its events ta
 import argparse
 import json
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -225,7 +226,14 @@ def _launcher(run_dir: Path, ranks: int, per_host: int, began: list[int], now: i
         return {"t_unix_ns": UNIX + t - START, "t_mono_ns": t}
 
     lines = [
-        {"event": "worker_start", **at(START), "rank": r, "attempt": 0, "pid": 1000 + r, "host": f"node{r // per_host:03d}"}
+        {
+            "event": "worker_start",
+            **at(START),
+            "rank": r,
+            "attempt": 0,
+            "pid": 1000 + r,
+            "host": f"node{r // per_host:03d}",
+        }
         for r in range(ranks)
     ]
     if job.stall is None:
@@ -240,7 +248,7 @@ def _launcher(run_dir: Path, ranks: int, per_host: int, began: list[int], now: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a synthetic run with the real writer.")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, nargs="?", help="default: a folder that is deleted again")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--layers", type=int, default=4)
@@ -251,9 +259,11 @@ def main() -> None:
     parser.add_argument("--slower", type=float, default=1.0, help="factor on the work of every mlp")
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
-    began = time.perf_counter()
-    events = write_run(args.pop("run_dir"), **args)
-    elapsed = time.perf_counter() - began
+    with tempfile.TemporaryDirectory() as temporary:
+        run_dir = args.pop("run_dir") or Path(temporary) / "run"
+        began = time.perf_counter()
+        events = write_run(run_dir, **args)
+        elapsed = time.perf_counter() - began
     print(f"{events:,} events in {elapsed:.1f} s ({events / elapsed:,.0f}/s)")
 
 
