@@ -44,9 +44,10 @@ def _collectives(views: dict[int, RankView], waits: dict[int, list[Wait]]) -> No
         for item in view.items:
             if not item.p2p and item.group:
                 counts[item.group][rank] = max(counts[item.group].get(rank, 0), item.seq)
+    answered = {key: min(counts[key].get(r, 0) for r in ranks) for key, (_, ranks) in names.items() if ranks}
     for rank, view in views.items():
-        for item in view.items[-400:]:  # what is further back than that has been answered
-            if item.p2p or not item.group:
+        for item in view.items:
+            if item.p2p or not item.group or item.seq <= answered.get(item.group, 0):
                 continue
             name, ranks = names[item.group]
             behind = tuple(r for r in ranks if r != rank and counts[item.group].get(r, 0) < item.seq)

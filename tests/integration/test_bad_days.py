@@ -30,7 +30,9 @@ def test_syntax_error(tmp_path: Path) -> None:
     result = jobs.distdbg(script)
     assert result.code == 1
     assert "SyntaxError" in result.err
-    assert result.named == ("exception", [0, 1])
+    kind, ranks = result.named  # torchrun ends the second rank as soon as the first has failed
+    assert kind == "exception"
+    assert ranks in ([0], [1], [0, 1])
 
 
 def test_no_torch_no_distributed_no_backward(tmp_path: Path) -> None:
