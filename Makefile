@@ -35,7 +35,7 @@ test: setup
 	$(MAKE) check
 
 demo: setup
-	PATH="$(abspath $(BIN)):$$PATH" bash launch/demo.sh
+	PYTHON="$(abspath $(BIN))/python" bash launch/demo.sh
 
 bench: setup
 	for bench in benchmarks/[a-z]*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
