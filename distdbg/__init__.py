@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "DistdbgError": "distdbg.errors",
+    "compare": "distdbg.analyze.compare",
     "diagnose": "distdbg.analyze.verdict",
     "load": "distdbg.analyze.timeline",
     "start": "distdbg.record",
@@ -18,7 +19,7 @@ _NAMES = {
     "trace": "distdbg.record.trace",
 }
 
-__all__ = ["DistdbgError", "diagnose", "load", "start", "step", "stop", "trace"]
+__all__ = ["DistdbgError", "compare", "diagnose", "load", "start", "step", "stop", "trace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,7 @@
-"""Spans: each begin joined with its end; own time (children taken out) and time spent waiting inside."""
+"""Spans: each begin joined with its end; own time and time spent waiting inside.
+
+Own time is without children, and without the end of a DDP backward, from its final callback on: a wait for others.
+"""
 
 from dataclasses import dataclass
 
@@ -36,6 +39,7 @@ class _Open:
     key: tuple[int, ...]
     children: int = 0
     waiting: int = 0
+    final: tuple[int, int, int] | None = None  # of a backward: moment, children and waiting at its final callback
 
 
 def spans_of(run: Run) -> Timeline:
@@ -44,6 +48,7 @@ def spans_of(run: Run) -> Timeline:
     columns, texts = timeline.columns, dict(timeline.texts)
     events = texts["event"]
     begins, ends = _by_code(events)
+    final = events.index(K.BACKWARD_FINAL.label) if K.BACKWARD_FINAL.label in events else -1
     rows: list[int] = []
     durations: list[int] = []
     own: list[int] = []
@@ -56,12 +61,16 @@ def spans_of(run: Run) -> Timeline:
     def close(opened: _Open, end: int, stack: list[_Open], never: bool) -> None:
         duration = end - opened.begin
         waiting = duration if opened.what in _WAITS else opened.waiting
+        children = opened.children
+        if opened.final is not None:  # all nodes have run: from here on it only waits for the gradients of others
+            children = opened.final[1] + end - opened.final[0]
+            waiting = opened.final[2] + end - opened.final[0]
         if stack:
             stack[-1].children += duration
             stack[-1].waiting += waiting
         rows.append(opened.row)
         durations.append(duration)
-        own.append(max(0, duration - opened.children))
+        own.append(max(0, duration - children))
         waits.append(waiting)
         still.append(never)
         what.append(opened.what)
@@ -72,6 +81,11 @@ def spans_of(run: Run) -> Timeline:
         where = (rank, attempt, thread)
         last[where] = t
         begun, ended = begins.get(event), ends.get(event)
+        if event == final:
+            stack = stacks.get(where, [])
+            if stack and stack[-1].what == "backward":
+                stack[-1].final = (t, stack[-1].children, stack[-1].waiting)
+            continue
         if begun is not None:
             stacks.setdefault(where, []).append(_Open(begun, row, t, _key(begun, index, seq, module)))
         elif ended is not None:

@@ -92,6 +92,17 @@ def test_spans_have_own_time_waits_and_openness(run_dir: Path) -> None:
     assert still.set_index("event").loc["node", "node"] == "SinBackward0"
 
 
+def test_the_end_of_a_backward_is_waiting(run_dir: Path) -> None:
+    """From its final callback on a backward waits for the gradients of others; that is not its own time."""
+    (rank,) = job(run_dir, 1)
+    rank.event(K.BACKWARD_BEGIN, seq=0, a=1).sleep(1).event(K.BACKWARD_FINAL, seq=0).sleep(4)
+    rank.event(K.BACKWARD_END, seq=0)
+    span = distdbg.load(run_dir, spans=True).iloc[0]
+    assert span["duration_us"] == pytest.approx(5e6, rel=0.01)
+    assert span["own_us"] == pytest.approx(1e6, rel=0.01)
+    assert span["wait_us"] == pytest.approx(4e6, rel=0.01)
+
+
 @pytest.mark.parametrize("spans", [[], ["--spans"]])
 def test_command_writes_csv_and_parquet(run_dir: Path, spans: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`distdbg merge` writes both formats with the same rows, by default beside the shards."""
