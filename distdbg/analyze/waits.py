@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from distdbg.analyze.ends import End
 from distdbg.analyze.rank import Item, RankView
@@ -83,6 +84,7 @@ def blocked_in_wait(view: RankView, end: End) -> bool:
         return True
     if place.finalizing:
         return True
+    issued_last = bool(view.items) and len(view.main) > 0 and int(view.main["kind"][-1]) == K.COLLECTIVE_END
     stacks = view.shard.stacks
     main = next((t for t in stacks.get("threads", []) if t.get("main")), None) if isinstance(stacks, dict) else None
     fresh = main is not None and view.last_t <= int(stacks.get("t_unix_ns", 0)) if isinstance(stacks, dict) else False
@@ -91,9 +93,15 @@ def blocked_in_wait(view: RankView, end: End) -> bool:
             return True
         if main.get("in") == "backward":
             return inner in ("node", "backward") and _waits_in_cpp(view)
-        return False
-    issued_last = bool(view.items) and len(view.main) > 0 and int(view.main["kind"][-1]) == K.COLLECTIVE_END
+        # In torch's own code right after a call: some wrapper waits for it there.
+        return issued_last and main.get("in") not in ("data", "checkpoint") and _in_torch(main)
     return place.between or issued_last or (inner == "node" and _waits_in_cpp(view))
+
+
+def _in_torch(thread: dict[str, Any]) -> bool:
+    """Whether a thread's innermost Python frame is torch's."""
+    stack = thread.get("stack") or [[""]]
+    return "/torch/" in str(stack[-1][0])
 
 
 def _waits_in_cpp(view: RankView) -> bool:
