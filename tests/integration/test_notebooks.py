@@ -46,13 +46,18 @@ def test_runs(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_readable_without_running(path: Path) -> None:
-    """Code cells carry their outputs in order, none of them is an error, and one is a picture."""
+    """What is committed carries its outputs, and none of them is an error or a complaint."""
     book = nbformat.read(path, as_version=4)
     nbformat.validate(book)
-    cells = [cell for cell in book.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    outputs = [output for cell in cells for output in cell.outputs]
+    outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert outputs
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+
+
+def test_shows_the_open_node() -> None:
+    """The notebook about a stall is committed with its picture and the verdict that it comes to."""
+    book = nbformat.read(next(path for path in NOTEBOOKS if path.stem == "find-the-stalled-node"), as_version=4)
+    outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
     pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
-    assert pictures
     assert base64.b64decode(pictures[0]).startswith(b"\x89PNG")
+    assert "stalled - rank 1" in text_of(book)
