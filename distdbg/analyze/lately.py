@@ -14,6 +14,7 @@ from distdbg.schema import EventKind as K
 SECOND = 1_000_000_000
 _BEGIN = {int(begin): what for what, (begin, _) in PAIRS.items() if what != "gc"}
 _END = {int(kind): whats for kind, whats in END_KINDS.items()}
+_RAISED = {int(kind) for kind in K if kind.name.endswith("_RAISED")}
 _LATER = ("mismatch", "straggler", "numeric")  # where the place of the fault is a step, not the rank's last event
 
 
@@ -40,6 +41,7 @@ class Bar:
     depth: int
     thread: int
     open: bool = False
+    raised: bool = False  # an exception left it
     key: int = 0  # what its end must agree with
 
     @property
@@ -73,13 +75,29 @@ def window_of(facts: Facts, verdict: dict[str, Any]) -> Window:
     return Window(fault - 3 * step, end, fault, facts.now)
 
 
+def gone_at(facts: Facts, rank: int) -> int:
+    """When a rank's process ended (unix ns), 0 if it has not."""
+    end = facts.ends.get(rank)
+    return end.t if end is not None and end.over else 0
+
+
+def raised_in(bars: list[Bar], step: int | None) -> list[Bar]:
+    """What the exception of a culprit left in its step: the bars that end with the last of those raised."""
+    raised = [bar for bar in bars if bar.raised and bar.step == step]
+    last = max((bar.end for bar in raised), default=0)
+    return [bar for bar in raised if bar.end == last]
+
+
 def _step_begin(view: RankView, step: int) -> int | None:
     here = view.main[view.main["step"] == step]
     return int(here["t"][0]) + view.offset if len(here) else None
 
 
-def bars_of(view: RankView, window: Window) -> list[Bar]:
-    """The bars of a rank that touch the window, parents before children; open ones reach to ``window.now``."""
+def bars_of(view: RankView, window: Window, gone: int = 0) -> list[Bar]:
+    """The bars of a rank that touch the window, parents before children.
+
+    Open ones reach to ``window.now``, or to ``gone``, the moment of the rank's end, where there is one (unix ns).
+    """
     records = view.records
     steps = np.flatnonzero((records["kind"] == K.STEP) & (records["t"] + view.offset <= window.begin))
     first = int(steps[-1]) if len(steps) else 0  # nothing but an optimizer was open then
@@ -97,7 +115,7 @@ def bars_of(view: RankView, window: Window) -> list[Bar]:
             label = _label(view, what, name, module, seq, a)
             stack.append(Bar(t, 0, what, label, view.text(module), step, len(stack) + outer, thread, key=key))
         elif kind in _END:
-            _end(stack, done, t, _END[kind], module, seq)
+            _end(stack, done, t, _END[kind], module, seq, kind in _RAISED)
         elif kind == K.STEP:
             for bar in stack:
                 bar.end = t
@@ -105,13 +123,15 @@ def bars_of(view: RankView, window: Window) -> list[Bar]:
             stack[:] = [bar for bar in stack if bar.what == "optimizer"]
     for stack in stacks.values():
         for bar in stack:
-            bar.end, bar.open = max(window.now, bar.begin), True
+            bar.end, bar.open = max(gone or window.now, bar.begin), True
             done.append(bar)
     found = [bar for bar in done if bar.end > window.begin and bar.begin < window.end]
     return sorted(found, key=lambda bar: (bar.begin, bar.depth))
 
 
-def _end(stack: list[Bar], done: list[Bar], t: int, ended: tuple[str, ...], module: int, seq: int) -> None:
+def _end(
+    stack: list[Bar], done: list[Bar], t: int, ended: tuple[str, ...], module: int, seq: int, raised: bool
+) -> None:
     for position in range(len(stack) - 1, -1, -1):
         bar = stack[position]
         if bar.what not in ended or (bar.what in ("node", "backward") and bar.key != seq):
@@ -119,7 +139,7 @@ def _end(stack: list[Bar], done: list[Bar], t: int, ended: tuple[str, ...], modu
         if bar.what == "forward" and bar.key != module:
             continue
         for inner in stack[position:]:
-            inner.end = t
+            inner.end, inner.raised = t, raised
             done.append(inner)
         del stack[position:]
         return

@@ -26,6 +26,7 @@ _INSTANT = {
     K.LOST: "events lost",
 }
 _INSTANTS = {int(kind): text for kind, text in _INSTANT.items()}
+_RAISED = {int(kind) for kind in K if kind.name.endswith("_RAISED")}
 _CHUNK = 1 << 16
 _STEPS_TID = 100_000  # the thread that the steps are drawn on
 
@@ -104,7 +105,7 @@ class RankTrace:
             ended = _END.get(kind)
             if ended is not None:
                 self._last_work = t
-                self._end(stack, ended, t, thread, module, seq, a)
+                self._end(stack, ended, t, thread, (module, seq, a), name if kind in _RAISED else 0)
             elif kind == K.STEP:
                 self._step_begins[step + 1] = t
             elif kind in _INSTANTS and (self.steps is None or step in self.steps):
@@ -117,8 +118,15 @@ class RankTrace:
         return stack
 
     def _end(
-        self, stack: list[_Open], ended: tuple[str, ...], t: int, thread: int, module: int, seq: int, a: int
+        self,
+        stack: list[_Open],
+        ended: tuple[str, ...],
+        t: int,
+        thread: int,
+        keys: tuple[int, int, int],
+        error: int,
     ) -> None:
+        module, seq, a = keys
         for position in range(len(stack) - 1, -1, -1):
             o = stack[position]
             if o.what not in ended:
@@ -129,16 +137,18 @@ class RankTrace:
                 continue
             while len(stack) > position + 1:  # never told of their end, but over with what is around them
                 self._close(stack.pop(), t, thread, left=False)
-            self._close(stack.pop(), t, thread, left=True)
+            self._close(stack.pop(), t, thread, left=True, error=error)
             return
 
-    def _close(self, o: _Open, t: int, thread: int, *, left: bool) -> None:
+    def _close(self, o: _Open, t: int, thread: int, *, left: bool, error: int = 0) -> None:
         if self.steps is not None and o.step not in self.steps:
             return
         name, args = self._describe(o)
         # A span that was never left is over before its time only where what is around it has ended.
-        colour = "" if left else ', "cname": "terrible"'
+        colour = "" if left and not error else ', "cname": "terrible"'
         opened = "" if left else ', "open": true'
+        if error:
+            opened = f', "raised": {self._text(error)}'
         shown = name if left else name[:-1] + ' (never left)"'
         us, ns = divmod(max(0, t - o.t), 1000)
         self.trace.write(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from distdbg.analyze.facts import Facts
-from distdbg.analyze.lately import Bar, Window, bars_of, window_of
+from distdbg.analyze.lately import Bar, Window, bars_of, gone_at, raised_in, window_of
 
 WIDTH = 80
 MAX_RANKS = 16
@@ -11,8 +11,11 @@ _LETTERS = {
     "forward": "f", "backward": "b", "node": "b", "optimizer": "o", "data": "d", "checkpoint": "c",
     "collective": "-", "wait": "-", "setup": "-", "finalizing": "-",
 }  # fmt: skip
-_COLOURS = {"f": "34", "b": "35", "o": "32", "d": "36", "c": "33", "-": "2", "#": "1;31"}
-LEGEND = "f forward  b backward  o optimizer  d data  c checkpoint  - waits  # stands"
+_COLOURS = {"f": "34", "b": "35", "o": "32", "d": "36", "c": "33", "-": "2", "#": "1;31", "!": "1;31"}
+LEGEND = (
+    "f forward  b backward  o optimizer  d data  c checkpoint  . the script itself",
+    "- waits  # stands there  ! raised there  x gone",
+)
 
 
 def render(facts: Facts, verdict: dict[str, Any], *, colour: bool = False) -> str:
@@ -21,6 +24,7 @@ def render(facts: Facts, verdict: dict[str, Any], *, colour: bool = False) -> st
         return ""
     window = window_of(facts, verdict)
     culprits = [c["rank"] for c in verdict.get("culprits", []) if c.get("rank") in facts.views]
+    steps = {c["rank"]: c.get("step") for c in verdict.get("culprits", []) if verdict.get("kind") == "exception"}
     first = list(dict.fromkeys(culprits))
     ranks = [*first, *(rank for rank in facts.views if rank not in first)]
     shown = sorted(ranks[:MAX_RANKS])
@@ -28,16 +32,21 @@ def render(facts: Facts, verdict: dict[str, Any], *, colour: bool = False) -> st
     width = WIDTH - gutter - 1
     lines = [_axis(window, gutter, width, stands=bool(facts.symptom))]
     for rank in shown:
-        row = lane(bars_of(facts.views[rank], window), window, width, stands=rank in culprits)
-        gone = facts.ends[rank].t if facts.ends[rank].over else 0
+        gone = gone_at(facts, rank)
+        bars = bars_of(facts.views[rank], window, gone)
+        row = lane(bars, window, width, stands=rank in culprits)
         if gone and gone < window.end:
             cut = max(0, _column(gone, window, width))
             row = row[:cut] + "x" + " " * (width - cut - 1)
+        raised = raised_in(bars, steps[rank]) if rank in steps else []
+        if raised:
+            at = min(width - 2, max(0, _column(raised[0].end, window, width)))
+            row = row[:at] + ("!x" if row[at] == "x" else "!" + row[at + 1]) + row[at + 2 :]
         mark = ">" if rank in culprits else " "
         lines.append(f"{mark} {f'rank {rank}':<{gutter - 3}} " + (_coloured(row) if colour else row))
     if len(ranks) > len(shown):
         lines.append(f"  and {len(ranks) - len(shown)} more ranks (`distdbg report` draws them all)")
-    lines.append("  " + LEGEND + ("  x ended" if any(" x" in line or "x " in line for line in lines) else ""))
+    lines += [f"  {line}" for line in LEGEND]
     return "\n".join(line.rstrip() for line in lines)
 
 

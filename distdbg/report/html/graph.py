@@ -1,5 +1,6 @@
 """Who waits for whom: ranks that wait alike in one box, arrows to those they wait for."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class _Box:
 
 def render(facts: Facts, verdict: dict[str, Any]) -> str:
     """HTML, "" where nobody waits."""
-    boxes = _boxes(verdict)
+    boxes = _boxes(facts, verdict)
     if not any(box.on for box in boxes):
         return ""
     left_out = boxes[MAX_BOXES:]
@@ -32,7 +33,7 @@ def render(facts: Facts, verdict: dict[str, Any]) -> str:
     _levels(boxes)
     width, height = _place(boxes)
     arrows = "".join(_arrow(box, other) for box in boxes for other in boxes if other is not box and _waits(box, other))
-    shapes = "".join(_shape(box, facts) for box in boxes)
+    shapes = "".join(_shape(box) for box in boxes)
     head = (
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 Z"/></marker></defs>'
@@ -42,14 +43,16 @@ def render(facts: Facts, verdict: dict[str, Any]) -> str:
     return f"{picture}<details><summary>in words</summary><ul>{lines}</ul></details>"
 
 
-def _boxes(verdict: dict[str, Any]) -> list[_Box]:
+def _boxes(facts: Facts, verdict: dict[str, Any]) -> list[_Box]:
     culprits = verdict.get("culprits", [])
     named = {c.get("rank") for c in culprits}
     boxes: dict[tuple[Any, ...], _Box] = {}
     for culprit in culprits:
         place = culprit.get("node") or culprit.get("module") or culprit.get("collective") or ""
         where = " ".join(part for part in (culprit.get("phase"), place) if part)
-        boxes.setdefault((True, where), _Box([], (), where, True)).ranks.append(int(culprit["rank"]))
+        blocked = facts.blocked.get(int(culprit["rank"]))  # in a deadlock a culprit waits, too
+        on = blocked.on if blocked is not None else ()
+        boxes.setdefault((True, on, where), _Box([], on, where, True)).ranks.append(int(culprit["rank"]))
     for victim in verdict.get("victims", []):
         on, where = tuple(victim.get("waits_for", ())), str(victim.get("in", ""))
         boxes.setdefault((False, on, where), _Box([], on, where, False)).ranks.append(int(victim["rank"]))
@@ -93,14 +96,15 @@ def _arrow(box: _Box, other: _Box) -> str:
     return f'<path class="arrow" d="M{x1:.0f} {y1:.0f} {curve}"/>'
 
 
-def _shape(box: _Box, facts: Facts) -> str:
+def _shape(box: _Box) -> str:
     class_ = "box bad" if box.bad else "box"
     who = svg.shorten(names_of(box.ranks), 40)
     shape = (
         f'<rect class="{class_}" x="{box.x:.0f}" y="{box.y:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5">'
         f"<title>{svg.text(_sentence(box), 400)}</title></rect>"
     )
-    head, _, rest = box.where.partition(", ")
+    split = re.match(r"(.*? of [^,]+), (.*)", box.where)
+    head, rest = split.groups() if split else (box.where, "")
     lines = svg.label(box.x + 10, box.y + 20, who, "bad" if box.bad else "")
     lines += svg.label(box.x + 10, box.y + 37, _cut(head, 44), "mono")
     return shape + lines + svg.label(box.x + 10, box.y + 53, _cut(rest, 46), "dim")

@@ -56,6 +56,7 @@ svg text.mono { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-s
 .idle { fill: var(--idle); } .forward { fill: var(--forward); } .backward { fill: var(--backward); }
 .node { fill: var(--node); } .optimizer { fill: var(--optimizer); } .data { fill: var(--data); }
 .checkpoint { fill: var(--checkpoint); } .wait { fill: var(--wait); } .stands { fill: var(--bad); }
+.gone { stroke: var(--ink); stroke-width: 2; }
 .axis { stroke: var(--rule); stroke-width: 1; } .fault { stroke: var(--bad); stroke-width: 1; stroke-dasharray: 3 3; }
 .box { fill: var(--bg); stroke: var(--dim); } .box.bad { stroke: var(--bad); stroke-width: 2.5; }
 .arrow { stroke: var(--dim); stroke-width: 1.5; fill: none; marker-end: url(#head); } #head path { fill: var(--dim); }

@@ -154,10 +154,13 @@ def test_raised_calls_and_missing_ends_keep_nesting(run_dir: Path, tmp_path: Pat
     """A call that raised ends its span; what it left open ends with what is around it."""
     rank = job(run_dir, 1)[0]
     rank.event(K.BACKWARD_BEGIN, seq=0).event(K.PREHOOK, rank.writer.intern("node", "N"), 0, 0, 0).wait()
-    rank.event(K.BACKWARD_RAISED, seq=0).forward("layer").wait().event(K.CALL_RAISED).event(K.WAIT_END)
+    rank.event(K.BACKWARD_RAISED, rank.writer.intern("error", "E: x"), seq=0).forward("layer").wait().event(
+        K.CALL_RAISED
+    ).event(K.WAIT_END)
     events = exported(run_dir, tmp_path)["traceEvents"]
     check_nesting(events)
     assert sorted(e["cat"] for e in events if e.get("args", {}).get("open")) == ["node", "wait"]
+    assert next(e for e in events if e.get("cat") == "backward")["args"]["raised"] == "E: x"
 
 
 def test_a_gzipped_file_and_no_leftovers(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

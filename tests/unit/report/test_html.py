@@ -89,6 +89,30 @@ def test_a_stall(run_dir: Path) -> None:
     assert "ranks 0, 1 and 3 wait for rank 2" in page.text
 
 
+def test_an_exception(run_dir: Path) -> None:
+    """What the exception left is red, and its lane says in which node it raised."""
+    ranks = job(run_dir, 2)
+    train(ranks)
+    ranks[0].event(K.BACKWARD_BEGIN, seq=3, a=1).call(issuer="DDP").event(K.BACKWARD_FINAL, seq=3)
+    ranks[1].backward("AddBackward0", "ExpBackward0", module="net.act", leave=False)
+    error = ranks[1].writer.intern("error", "ValueError: bad", {"type": "ValueError", "where": "train.py:1 in f"})
+    ranks[1].event(K.BACKWARD_RAISED, name=error, seq=3).event(K.EXCEPTION, name=error).event(K.EXIT, seq=1)
+    page = Page(report(run_dir))
+    assert "raised in ExpBackward0" in page.text
+    assert ("class", "stands") in page.attributes
+
+
+def test_a_deadlock_has_arrows_both_ways(run_dir: Path) -> None:
+    """Two ranks that wait for each other: an arrow from each to the other."""
+    ranks = job(run_dir, 2)
+    for rank in ranks:
+        for _ in range(3):
+            rank.call("send" if rank.rank == 0 else "recv", peer=1 - rank.rank, tag=0).step()
+        rank.call("recv", peer=1 - rank.rank, tag=0).wait().sleep(10).beat()
+    launcher(run_dir, {"event": "stall", "at": 10.0})
+    assert Page(report(run_dir)).attributes.count(("class", "arrow")) == 2
+
+
 def test_nothing_is_fetched_and_nothing_runs(run_dir: Path) -> None:
     """No script, no link to anything outside, and a policy that would forbid them."""
     stalled(run_dir)

@@ -10,6 +10,7 @@ from distdbg.analyze.read import read_run
 from distdbg.analyze.verdict import diagnose_run
 from distdbg.cli import main
 from distdbg.report.lanes import WIDTH, lane, render
+from distdbg.schema import EventKind as K
 from tests.unit.report.test_html import stalled
 from tests.unit.shards import job, train
 
@@ -45,6 +46,19 @@ def test_a_stall_in_eighty_columns(run_dir: Path) -> None:
     assert rows[2].endswith("#####")
     assert rows[0].endswith("-----")
     assert "alike" in lines[0]
+
+
+def test_where_an_exception_left(run_dir: Path) -> None:
+    """The moment of the culprit's exception has a mark of its own."""
+    ranks = job(run_dir, 2)
+    train(ranks)
+    ranks[1].backward("ExpBackward0", leave=False)
+    error = ranks[1].writer.intern("error", "ValueError: bad", {"type": "ValueError", "where": "train.py:1 in f"})
+    ranks[1].event(K.BACKWARD_RAISED, name=error, seq=3).event(K.EXCEPTION, name=error).event(K.EXIT, seq=1)
+    run = read_run(run_dir)
+    rows = [line for line in render(gather(run), diagnose_run(run)).splitlines() if "rank " in line]
+    assert "!" not in rows[0]
+    assert rows[1].count("!") == 1
 
 
 def test_many_ranks_show_the_culprit(run_dir: Path) -> None:
