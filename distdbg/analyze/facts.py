@@ -113,8 +113,15 @@ class Facts:
             if (failure is not None and failure.from_peer) or (
                 failure is None and end.how != "left" and waits_module.blocked_in_wait(self.views[rank], end)
             ):
-                found[rank] = pending[0]
+                found[rank] = self._foremost(pending)
         return found
+
+    def _foremost(self, pending: list[Wait]) -> Wait:
+        """The oldest pending call; the newest where all of them wait for ranks without a shard.
+
+        Of such a rank nothing is known, so every call ever seems to wait for it; this rank got as far as the last.
+        """
+        return pending[-1] if all(set(wait.on) <= self.missing for wait in pending) else pending[0]
 
     def victims(self, culprits: set[int]) -> list[dict[str, Any]]:
         """Everybody else, with what they wait in and for whom."""
@@ -123,7 +130,7 @@ class Facts:
             if rank in culprits:
                 continue
             pending = self.waits[rank]
-            wait = self.blocked.get(rank) or (pending[0] if pending else None)
+            wait = self.blocked.get(rank) or (self._foremost(pending) if pending else None)
             failure = self.failures.get(rank)
             if wait is None and failure is None and self.ends[rank].how in ("left", "running"):
                 continue
