@@ -131,7 +131,8 @@ class ShardStream:
         if known is None:
             name = self.names[number] if 0 < number < len(self.names) else None
             extra = (name.extra or {}) if name is not None else {}
-            ranks = ",".join(map(str, extra.get("ranks", ())))
+            members = extra.get("ranks")
+            ranks = ",".join(map(str, members)) if isinstance(members, list) else ""
             known = self._groups[number] = (f"{extra.get('key', '')}:{ranks}" if ranks else "", self.text(number))
         return known
 

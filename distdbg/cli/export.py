@@ -60,7 +60,11 @@ def verdict_of(run_dir: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((run_dir / schema.VERDICT_FILE).read_text(encoding="utf-8"))
         if isinstance(found, dict) and found.get("schema") == schema.VERDICT_SCHEMA:
-            return found
+            culprits = found.get("culprits")
+            return {
+                **found,
+                "culprits": [c for c in culprits if isinstance(c, dict)] if isinstance(culprits, list) else [],
+            }
     except (OSError, ValueError):
         pass
     segments = run_dir.glob(f"{schema.RANKS_FOLDER}/*/seg-*{schema.SEGMENT_SUFFIX}")

@@ -163,6 +163,31 @@ def test_raised_calls_and_missing_ends_keep_nesting(run_dir: Path, tmp_path: Pat
     assert next(e for e in events if e.get("cat") == "backward")["args"]["raised"] == "E: x"
 
 
+def test_damaged_shards_are_told_and_the_rest_is_written(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A foreign segment, a shard without meta.json and odd names are left out in words; the others are exported."""
+    ranks = job(run_dir, 4)
+    train(ranks)
+    folders = [rank.writer.folder for rank in ranks]
+    (folders[0] / "seg-000000.dds").write_bytes(b"not ours" * 1000)
+    (folders[1] / "meta.json").unlink()
+    names = folders[2] / "names.jsonl"
+    names.write_text("torn\n" + names.read_text().replace('"ranks": [0, 1, 2, 3]', '"ranks": 7'))
+    (run_dir / "verdict.json").write_text('{"schema": "distdbg.verdict/1", "culprits": [3, {"rank": 3, "step": "x"}]}')
+    output = tmp_path / "trace.json"
+    assert main(["export", str(run_dir), "--perfetto", "-o", str(output)]) == 0
+    said = capsys.readouterr()
+    assert "is not a segment of distdbg" in said.err
+    assert "no meta.json" in said.err
+    events = json.loads(output.read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {2, 3}
+    assert sum(event.get("cat") == "verdict" for event in events) == 1
+    assert main(["export", str(tmp_path / "none"), "--perfetto"]) == 2
+    assert main(["export", str(tmp_path), "--perfetto"]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
 def test_a_gzipped_file_and_no_leftovers(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command writes .json.gz with the verdict marked; a folder that is not there is told, and nothing is left."""
     train(job(run_dir, 2))
