@@ -10,8 +10,9 @@ from distdbg.analyze.rank import RankView
 # What transports, stores and watchdogs say when it is another rank that is gone or late.
 _PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout|error)|closed by peer"
-    r"|timed? ?out|remote (process|peer|worker|rank)|\bnccl|gloo|tcpstore|\bstore\b|recvvalue|sendbytes"
-    r"|watchdog|process group (is )?(aborted|shut)|communicator|no longer connected|rendezvous",
+    r"|timed? ?out|remote (process|peer|worker|rank)|gloo[/\\]transport|enforcenotmet|tcpstore|recvvalue|sendbytes"
+    r"|nccl.{0,200}(remote|unhandled system|abort)|watchdog|process group (is )?(aborted|shut)|communicator"
+    r"|no longer connected|rendezvous",
     re.IGNORECASE,
 )
 _PEER_CAUSE = re.compile(r"gloo/transport|Dist(Backend|Network|Store)Error|\bNCCL\b")
