@@ -1,11 +1,14 @@
-"""What the README promises first: the demo."""
+"""What the README and the pages in docs/ promise."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import run
+from distdbg import schema
+from distdbg.launcher import build_parser
+from tests.integration.jobs import run, write
 
 pytestmark = pytest.mark.integration
 
@@ -42,3 +45,56 @@ def test_demo_without_an_environment(tmp_path: Path) -> None:
     done = run(["bash", str(ROOT / "launch" / "demo.sh")], tmp_path, PYTHON=str(python))
     assert done.code == 2
     assert "make demo" in done.err
+
+
+def test_tables_are_complete() -> None:
+    """The README names every column of the timeline, every kind of verdict and every option of distdbg's own."""
+    text = (ROOT / "README.md").read_text()
+    for name in (*schema.COLUMNS, *schema.KINDS):
+        assert f"`{name}`" in text, name
+    ours = next(group for group in build_parser()._action_groups if group.title == "distdbg")
+    for action in ours._group_actions:
+        assert f"`{action.option_strings[0]}" in text, action.option_strings
+
+
+def test_events_are_described() -> None:
+    """docs/run-directory.md describes every kind of event, and its record's offsets are the real ones."""
+    text = (ROOT / "docs" / "run-directory.md").read_text()
+    for kind in schema.EventKind:
+        stem, _, ending = kind.label.rpartition("_")
+        named = f"`{kind.label}`" in text or (f"`{stem}_begin`" in text and f"`_{ending}`" in text)
+        assert named, kind.label
+    offset = 0
+    for name, code in schema.RECORD_FIELDS:
+        width = int(code[-1])
+        assert f"| `{name}` | {code[1]}{8 * width} | {offset} |" in text
+        offset += width
+    assert offset == schema.RECORD_SIZE
+
+
+def test_pandas_example(tmp_path: Path) -> None:
+    """The README's pandas example finds the open node in the CSV of a real backward that failed."""
+    script = """
+    import torch, distdbg
+    distdbg.start(sys.argv[1])
+    x = torch.randn(3, requires_grad=True)
+    y = x.exp()
+    loss = y.sum() * 2
+    y.add_(1)
+    try:
+        loss.backward()
+    except RuntimeError:
+        distdbg.stop()
+    """
+    path = write(tmp_path, script)
+    done = run([sys.executable, str(path), str(tmp_path / "run")], tmp_path)
+    assert done.code == 0, done.err
+    assert run([sys.executable, "-m", "distdbg", "merge", str(tmp_path / "run")], tmp_path).code == 0
+    block = next(
+        b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "read_csv" in b
+    )
+    path = write(tmp_path, block.replace("RUN_DIR", str(tmp_path / "run")), name="example.py", preamble=False)
+    done = run([sys.executable, str(path)], tmp_path)
+    assert done.code == 0, done.err
+    assert len(done.out.strip().splitlines()) == 2
+    assert "ExpBackward0" in done.out
