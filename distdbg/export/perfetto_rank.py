@@ -28,7 +28,10 @@ _INSTANT = {
 _INSTANTS = {int(kind): text for kind, text in _INSTANT.items()}
 _RAISED = {int(kind) for kind in K if kind.name.endswith("_RAISED")}
 _CHUNK = 1 << 16
-_STEPS_TID = 100_000  # the thread that the steps are drawn on
+# The steps are drawn on a thread of their own, the others come behind it. A thread with the number of its process
+# would be taken for the main one, and number 0 for the idle one.
+_STEPS_TID = 100_000
+_MAIN_TID = _STEPS_TID + 1
 
 
 @dataclass
@@ -112,8 +115,8 @@ class RankTrace:
                 self._instant(_INSTANTS[kind], t, thread, step, name)
 
     def _thread(self, thread: int) -> list[_Open]:
-        self._meta("thread_name", thread + 1, name="main" if thread == 0 else f"thread {thread}")
-        self._meta("thread_sort_index", thread + 1, sort_index=thread)
+        self._meta("thread_name", _MAIN_TID + thread, name="main" if thread == 0 else f"thread {thread}")
+        self._meta("thread_sort_index", _MAIN_TID + thread, sort_index=thread)
         stack = self._stacks[thread] = []
         return stack
 
@@ -152,13 +155,13 @@ class RankTrace:
         shown = name if left else name[:-1] + ' (never left)"'
         us, ns = divmod(max(0, t - o.t), 1000)
         self.trace.write(
-            f'{{"ph": "X", "cat": "{o.what}", "name": {shown}, "pid": {self.pid}, "tid": {thread + 1}, '
+            f'{{"ph": "X", "cat": "{o.what}", "name": {shown}, "pid": {self.pid}, "tid": {_MAIN_TID + thread}, '
             f'"ts": {self.trace.ts(o.t)}, "dur": {us}.{ns:03d}{colour}, "args": {{"step": {o.step}{args}{opened}}}}}'
         )
         self.spans += 1
         if o.what == "collective" and (key := self.stream.group(o.a & LOW)[0]):
             # A flow belongs to the span that it falls into, so not on its very edge.
-            self.flows.add(key, o.seq & LOW, o.t + (1 if t - o.t > 1 else 0), self.pid, thread + 1)
+            self.flows.add(key, o.seq & LOW, o.t + (1 if t - o.t > 1 else 0), self.pid, _MAIN_TID + thread)
 
     def _describe(self, o: _Open) -> tuple[str, str]:
         """Name and the rest of the args, as JSON."""
@@ -187,7 +190,7 @@ class RankTrace:
     def _instant(self, text: str, t: int, thread: int, step: int, name: int) -> None:
         detail = f', "detail": {self._text(name)}' if name else ""
         self.trace.write(
-            f'{{"ph": "i", "s": "t", "cat": "event", "name": "{text}", "pid": {self.pid}, "tid": {thread + 1}, '
+            f'{{"ph": "i", "s": "t", "cat": "event", "name": "{text}", "pid": {self.pid}, "tid": {_MAIN_TID + thread}, '
             f'"ts": {self.trace.ts(t)}, "args": {{"step": {step}{detail}}}}}'
         )
 
@@ -218,7 +221,7 @@ class RankTrace:
             "cat": "verdict",
             "name": f"distdbg: {verdict.get('kind')}: {verdict.get('summary')}",
             "pid": self.pid,
-            "tid": 1,
+            "tid": _MAIN_TID,
             "cname": "terrible",
             "args": {**facts, "cause": verdict.get("cause"), "confidence": verdict.get("confidence")},
         }
