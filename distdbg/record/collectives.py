@@ -238,7 +238,8 @@ class Collectives:
         plain = description not in ("", "undefined")
         if group.global_ranks:
             title = description if plain else f"group {group.key}"
-            about = {"ranks": group.global_ranks, "desc": description, "key": group.key}
+            backend = world.pg_map.get(process_group, ("unknown",))[0]
+            about = {"ranks": group.global_ranks, "desc": description, "key": group.key, "backend": backend}
             group.id = self._session.intern("group", f"{title}" if group.key == "0" else f"{title}#{group.key}", about)
 
     def _source(self) -> int:
