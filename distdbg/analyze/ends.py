@@ -138,9 +138,10 @@ def ends_of(views: dict[int, RankView], events: list[dict[str, Any]], attempt: i
             ends[rank] = End("running")
         elif view.exit_record is not None or view.uncaught is not None:
             ends[rank] = _recorded_end(view)
+        elif not watched and cut is None and view.stop_reason == "stop":
+            ends[rank] = End("left", view.last_t)  # its recording ended in order; what it does now is not recorded
         elif not watched and cut is None and _alive(view) is False:
-            stop = view.stop_reason is not None
-            ends[rank] = End("left" if stop else "vanished", view.last_t)
+            ends[rank] = End("vanished", view.last_t)
         else:
             ends[rank] = End("running")
     return ends

@@ -28,10 +28,17 @@ def render(verdict: dict[str, Any], run_dir: str | Path | None = None) -> str:
         for sentence in verdict.get("evidence", [])[:5]:
             lines += _row("note", sentence)
     if verdict.get("missing_ranks"):
-        lines += _row("missing", f"no shard of ranks {', '.join(map(str, verdict['missing_ranks'][:20]))}")
+        lines += _row("missing", f"no shard of {ranks_text(verdict['missing_ranks'])}")
     if run_dir is not None and verdict["kind"] != "healthy":
         lines += _row("files", f"{run_dir}: verdict.json timeline.csv")
     return "\n".join(lines)
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """ "rank 3", "ranks 0, 1 and 5 more"."""
+    shown = ", ".join(map(str, ranks[:20]))
+    more = f" and {len(ranks) - 20} more" if len(ranks) > 20 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def _row(label: str, text: str) -> list[str]:
