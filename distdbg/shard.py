@@ -40,6 +40,18 @@ def clock_anchor() -> dict[str, int]:
     return {"mono_ns": best[1], "unix_ns": best[2], "error_ns": best[0]}
 
 
+def _publish(unfinished: Path, path: Path) -> None:
+    """Give a file its name; raises FileExistsError where the name is taken."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(path) from None
+        os.rename(unfinished, path)
+
+
 class ShardWriter:
     """Appends events of one process to its shard.
 
@@ -161,8 +173,10 @@ class ShardWriter:
     # ---- segments
 
     def _create(self, number: int) -> _Segment:
+        """Make a segment. It gets its name when it is whole: a reader, or a kill, never meets a half-made one."""
         path = self.folder / schema.SEGMENT_PATTERN.format(number)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        unfinished = path.with_name(f".{path.stem}-{threading.get_ident()}.tmp")
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             os.posix_fallocate(fd, 0, self._bytes)
             text = json.dumps({**self.identity.as_dict(), "anchor": clock_anchor()}).encode()
@@ -177,11 +191,10 @@ class ShardWriter:
             )
             os.pwrite(fd, header + text, 0)
             buffer = mmap.mmap(fd, self._bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        except OSError:
-            os.unlink(path)
-            raise
+            _publish(unfinished, path)
         finally:
             os.close(fd)
+            unfinished.unlink(missing_ok=True)
         return buffer, itertools.count(schema.SEGMENT_HEADER_SIZE, schema.RECORD_SIZE).__next__, self._bytes
 
     def _rotate(self, full: _Segment) -> _Segment | None:
@@ -192,12 +205,16 @@ class ShardWriter:
             spare, self._spare = self._spare, None
             if spare is not None and spare[0] == self._number:
                 self._segment = spare[1]
-            else:
+                return self._segment
+            while True:
                 try:
                     self._segment = self._create(self._number)
+                except FileExistsError:
+                    self._number += 1  # the watchdog has just prepared that one, and will find it is too late
+                    continue
                 except OSError as error:
                     self._give_up(error)
-            return self._segment
+                return self._segment
 
     def maintain(self) -> None:
         """Prepare the next segment and delete those over the bound; the watchdog calls this, not training."""
