@@ -13,13 +13,14 @@ _NAMES = {
     "compare": "distdbg.analyze.compare",
     "diagnose": "distdbg.analyze.verdict",
     "load": "distdbg.analyze.timeline",
+    "load_bundle": "distdbg.replay.bundle",
     "start": "distdbg.record",
     "step": "distdbg.record",
     "stop": "distdbg.record",
     "trace": "distdbg.record.trace",
 }
 
-__all__ = ["DistdbgError", "compare", "diagnose", "load", "start", "step", "stop", "trace"]
+__all__ = ["DistdbgError", "compare", "diagnose", "load", "load_bundle", "start", "step", "stop", "trace"]
 
 
 def __getattr__(name: str) -> Any:
