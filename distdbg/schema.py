@@ -92,7 +92,6 @@ class EventKind(IntEnum):
     HEARTBEAT = 26  # name: source line of the main thread; seq: number; a: process CPU ns; b: main thread's CPU ns
     STALL = 27  # nothing moved; name: source line of the main thread; a: ns of silence
     EXCEPTION = 28  # left the script. name: error; a: source line; b: ERROR_* flags
-    SIGNAL = 29  # name
     EXIT = 30  # seq: exit code; name: way ("end of script", "sys.exit", "exception")
     STEP = 31  # the step just ended is `step`
     START = 32  # recording started

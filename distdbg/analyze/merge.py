@@ -178,6 +178,11 @@ def _call_detail(shard: Shard, key: int) -> str:
     return f"{signature} at {source}" if source else signature
 
 
+def _backward_detail(shard: Shard, key: int) -> str:
+    cut = " (the walk was cut short: what lies deeper is not seen)" if key >> 31 & 1 else ""
+    return f"{key & 0x7FFFFFFF} nodes at {_text(shard, key >> 32)}{cut}"
+
+
 def _float_detail(shard: Shard, key: int) -> str:
     return f"{np.array([key], dtype=np.int64).view(np.float64)[0]:.6g}"
 
@@ -198,8 +203,8 @@ _DETAILS: dict[int, _Detail] = {
     K.MAGNITUDE: (lambda r: r["b"], _float_detail),
     K.DIGEST: (lambda r: r["a"], lambda shard, key: f"{key & 0xFFFFFFFFFFFFFFFF:016x}"),
     K.BACKWARD_BEGIN: (
-        lambda r: r["a"] | r["name"].astype(np.int64) << 32,
-        lambda shard, key: f"{key & LOW} nodes at {_text(shard, key >> 32)}",
+        lambda r: r["a"] | (r["b"] >> 8 & 1) << 31 | r["name"].astype(np.int64) << 32,
+        _backward_detail,
     ),
     K.FORWARD_BEGIN: (lambda r: r["seq"], lambda shard, key: f"call {key}"),
     K.GC_BEGIN: (lambda r: r["a"], lambda shard, key: f"generation {key}"),

@@ -21,7 +21,6 @@ _INSTANT = {
     K.BACKWARD_FINAL: "final callback",
     K.STALL: "stall noticed",
     K.EXCEPTION: "exception",
-    K.SIGNAL: "signal",
     K.EXIT: "exit",
     K.LOST: "events lost",
 }

@@ -209,7 +209,9 @@ def _check(path: Path, about: Any) -> None:
         for name in names:
             if not isinstance(about.get(name), kind):
                 raise _damaged(path, f"{ABOUT_FILE} has no {kind.__name__} {name!r}")
-    if not isinstance(about.get("error"), (dict, type(None))) or not isinstance(about.get("function"), (dict, type(None))):
+    if not isinstance(about.get("error"), (dict, type(None))) or not isinstance(
+        about.get("function"), (dict, type(None))
+    ):
         raise _damaged(path, f"'error' and 'function' of {ABOUT_FILE} are objects or null")
     for name in [*about["context"], *about["saved"]]:
         if not name.isidentifier() or name.startswith("__"):

@@ -89,9 +89,7 @@ def call(node: Any, grads: Sequence[Any], *, materialize: bool = True) -> tuple[
         return checked(name_of(node), outputs, edges(node))
     expected = node._input_metadata
     if materialize:
-        grads = [
-            zeros(expected[i]) if grad is None and i < len(expected) else grad for i, grad in enumerate(grads)
-        ]
+        grads = [zeros(expected[i]) if grad is None and i < len(expected) else grad for i, grad in enumerate(grads)]
     outputs = counted(name_of(node), node.apply(*grads), list(node.needs_input_grad))
     wanted = iter([edge for edge in edges(node) if edge is not None])
     places = [next(wanted, None) if needed else None for needed in node.needs_input_grad]

@@ -260,9 +260,7 @@ OPERATIONS: dict[str, _Rebuild] = {
 }
 
 
-def gradients(
-    node: str, saved: _Saved, grads: Sequence[Any], places: Sequence[Any]
-) -> tuple[Any, ...]:
+def gradients(node: str, saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tuple[Any, ...]:
     """The gradients that the rebuilt operation gives for ``grads``, one per input of it.
 
     ``places`` describe what each should look like (or None). Raises CannotRebuildError, and whatever the
