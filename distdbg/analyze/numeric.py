@@ -11,6 +11,7 @@ from distdbg.analyze.rank import RankView
 from distdbg.schema import MAGNITUDE_ACTIVATION, MAGNITUDE_RECEIVED, MAGNITUDE_RETURNED
 from distdbg.schema import EventKind as K
 
+_SYNCHRONISES = {"all_reduce", "reduce_scatter", "all_to_all", "reduce"}
 EXPLODED = 1e4  # times what the same place had in all earlier steps and has on the peers
 
 
@@ -194,7 +195,9 @@ def _parted(facts: Facts) -> dict[str, Any] | None:
         if len(ranks) < 2:
             continue
         digests = {rank: _digests(facts.views[rank]) for rank in ranks}
-        steps = sorted(set.intersection(*(set(d) for d in digests.values())))
+        # Replicas are kept equal by what they exchange; ranks that train on their own, or for a while, may part.
+        together = [{i.step for i in facts.views[r].items if i.op in _SYNCHRONISES} for r in ranks]
+        steps = sorted(set.intersection(*(set(d) for d in digests.values()), *together))
         equal: set[str] = set()
         for step in steps:
             now = {rank: digests[rank][step] for rank in ranks}
