@@ -10,7 +10,7 @@ from distdbg.analyze.parting import (
     first_by_habit,
     first_by_role,
     first_difference,
-    keeps_habit,
+    parts_only_in,
     signature,
 )
 from distdbg.analyze.rank import Item, Raised, RankView
@@ -64,7 +64,10 @@ def _swapped(facts: Facts, parting: Parting) -> bool:
     ours, theirs = parting.ours, parting.theirs
     if parting.by != "majority" or ours is None or theirs is None or ours.group_name == theirs.group_name:
         return False
-    return not any(keeps_habit(facts.views[rank], ours, parting.step) for rank in parting.culprits)
+    peer = next((r for side in parting.sides for r in side if r not in parting.culprits), None)
+    return peer is not None and all(
+        parts_only_in(facts.views[rank], facts.views[peer], parting.step) for rank in parting.culprits
+    )
 
 
 def _harmless(parting: Parting) -> bool:

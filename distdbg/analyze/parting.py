@@ -178,6 +178,18 @@ def _role_parting(views: dict[int, RankView], ends: dict[int, End], ranks: tuple
     return None
 
 
+def parts_only_in(view: RankView, peer: RankView, step: int) -> bool:
+    """Whether two ranks of a role issue the same calls in all steps but this one, of which there must be some."""
+    labels = {label for _, label in _labelled(view)} & {label for _, label in _labelled(peer)}
+    ours, theirs = _by_step(view, labels), _by_step(peer, labels)
+    others = (set(ours) | set(theirs)) - {step}
+
+    def tokens(stream: dict[int, list[tuple[Item, str]]], at: int) -> list[Hashable]:
+        return [(item.op, label, item.site) for item, label in stream.get(at, [])]
+
+    return len(others) > 1 and all(tokens(ours, at) == tokens(theirs, at) for at in others)
+
+
 def _labelled(view: RankView) -> list[tuple[Item, str]]:
     labels = {group.key: group.label for group in view.groups.values()}
     return [(item, labels.get(item.group, "")) for item in comparable(view) if not item.p2p and item.group]
