@@ -1,6 +1,7 @@
 """`distdbg merge RUN_DIR`: one timeline of all ranks, as CSV or Parquet."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -36,9 +37,13 @@ def main(argv: list[str]) -> int:
     columns = schema.SPAN_COLUMNS if args.spans else schema.COLUMNS
     _progress(began, f"writing {len(timeline):,} rows to {output}")
     write = write_csv if output.suffix == ".csv" else write_parquet
+    # Several nodes' launchers may write it at once, and a reader should never see half of it.
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        write(timeline, columns, output)
+        write(timeline, columns, unfinished)
+        os.replace(unfinished, output)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         raise DistdbgError(f"{output} cannot be written ({error}); give another place with -o") from error
     print(f"{len(timeline):,} rows: {output}")
     return 0
