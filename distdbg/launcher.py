@@ -43,6 +43,16 @@ def build_parser() -> ArgumentParser:
     ours.add_argument(
         "--describe", action="store_true", help="note shapes and dtypes of what each node's hooks receive"
     )
+    ours.add_argument(
+        "--capture",
+        metavar="NODE|MODULE[@STEP][#RANK]",
+        type=_capture,
+        action="append",
+        default=[],
+        help="write a bundle of a node (or a module's nodes) that does not fail, too; see `distdbg replay`",
+    )
+    ours.add_argument("--no-capture", action="store_true", help="keep nothing of a node that fails, run none again")
+    ours.add_argument("--capture-mb", type=_seconds, metavar="MB", help="most that a bundle may hold (default: 64)")
     ours.add_argument("--keep", metavar="MB", type=_keep, help="disk a rank's record may take, or 'all' (default: 128)")
     return parser
 
@@ -52,6 +62,12 @@ def _seconds(text: str) -> float:
     if not value > 0:
         raise ValueError(text)
     return value
+
+
+def _capture(text: str) -> str:
+    if not re.fullmatch(r"[^@#\s]+(@\d+)?(#\d+)?", text):
+        raise ValueError(text)
+    return text
 
 
 def _keep(text: str) -> str:
@@ -153,6 +169,12 @@ def _environment(args: Namespace, run_dir: Path) -> None:
     for name, value in (("DISTDBG_NUMERICS", args.numerics), ("DISTDBG_DESCRIBE", args.describe)):
         if value:
             env[name] = "1"
+    if args.no_capture:
+        env["DISTDBG_CAPTURE"] = "0"
+    elif args.capture:
+        env["DISTDBG_CAPTURE"] = " ".join(args.capture)
+    if args.capture_mb is not None:
+        env["DISTDBG_CAPTURE_MB"] = str(args.capture_mb)
     if args.keep is not None:
         env["DISTDBG_KEEP"] = args.keep
     if args.stall_timeout is not None:

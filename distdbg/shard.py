@@ -145,6 +145,10 @@ class ShardWriter:
             self._ids[key] = number
             return number
 
+    def text_of(self, number: int) -> str:
+        """The name that an id stands for, "" where there is none; searches the table."""
+        return next((text for (_, text), known in list(self._ids.items()) if known == number), "")
+
     def amend(self, number: int, category: str, text: str, extra: dict[str, Any] | None) -> None:
         """Write a name's line; of several with one id the last counts."""
         line = json.dumps([number, category, text, extra], default=str) + "\n"

@@ -13,6 +13,7 @@ COMMANDS = {
     "merge": ("distdbg.cli.merge", "merge the shards of all ranks into one timeline (CSV or Parquet)"),
     "export": ("distdbg.cli.export", "write a trace for the Perfetto UI and chrome://tracing"),
     "report": ("distdbg.cli.report", "write one HTML file with the verdict and pictures of the run"),
+    "replay": ("distdbg.cli.replay", "describe a captured node and run it again, without the job"),
     "compare": ("distdbg.cli.compare", "say what got slower between two runs, by phase, module and node"),
 }
 

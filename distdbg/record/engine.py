@@ -16,8 +16,10 @@ import torch.autograd
 import torch.autograd.graph
 
 from distdbg.record import errors
+from distdbg.record.capture import Capture, Held, Wanted
 from distdbg.record.modules import Modules
 from distdbg.record.session import Kind, Patches, Session
+from distdbg.replay.node import refuse_accumulation, replaying
 from distdbg.schema import pack_counts
 
 _LEAF = "AccumulateGrad"
@@ -42,7 +44,10 @@ def safe_nodes() -> int:
 class Backward:
     """One call of the engine: its number, the counter of nodes executed, the handles to remove."""
 
-    __slots__ = ("emit", "handles", "next_index", "nodes", "number", "queued", "truncated")
+    __slots__ = (
+        "emit", "grads", "handles", "nested_in", "next_index", "nodes", "number", "open", "outputs", "queued",
+        "truncated",
+    )  # fmt: skip
 
     def __init__(self, number: int, emit: Any) -> None:
         self.number = number
@@ -52,6 +57,10 @@ class Backward:
         self.queued = False
         self.truncated = False
         self.nodes = 0
+        self.open: NodeHook | None = None  # the node that runs, where its gradients are held ...
+        self.grads: Any = None  # ... only while it runs
+        self.nested_in: NodeHook | None = None  # a node that ran a backward of its own
+        self.outputs: Any = None  # what the backward started from, while it runs
 
     def final(self) -> None:
         self.emit(Kind.BACKWARD_FINAL, 0, 0, self.number)
@@ -60,15 +69,19 @@ class Backward:
 class NodeHook:
     """Both hooks of one node; ``word`` and ``parameter`` are its events' constant parts."""
 
-    __slots__ = ("index", "module", "name", "parameter", "run", "word")
+    __slots__ = ("holds", "index", "module", "name", "parameter", "run", "sequence", "word")
 
-    def __init__(self, run: Backward, name: int, module: int, word: int, parameter: int) -> None:
+    def __init__(
+        self, run: Backward, name: int, module: int, word: int, parameter: int, sequence: int = 0, holds: bool = False
+    ) -> None:
         self.run = run
         self.name = name
         self.module = module
         self.word = word
         self.parameter = parameter
         self.index = -1
+        self.sequence = sequence
+        self.holds = holds
 
     def pre(self, grads: Any) -> None:
         run = self.run
@@ -80,6 +93,9 @@ class NodeHook:
         for grad in grads:
             if grad is None:
                 nones += 1
+        if self.holds:
+            run.open = self
+            run.grads = grads
         run.emit(
             Kind.PREHOOK, self.name, self.module, index, self.word, len(grads) - nones | nones << 16 | self.parameter
         )
@@ -89,7 +105,9 @@ class NodeHook:
         for grad in outputs:
             if grad is None:
                 nones += 1
-        self.run.emit(
+        run = self.run
+        run.open = run.grads = None
+        run.emit(
             Kind.POSTHOOK,
             self.name,
             self.module,
@@ -166,6 +184,7 @@ class Engine:
         self._session = session
         self._modules = modules
         self._numerics = numerics
+        self._capture = Capture(session) if session.settings.capture else None
         self._patches = Patches()
         self._numbers = itertools.count()
         self._node_names: dict[str, int] = {}
@@ -176,6 +195,9 @@ class Engine:
 
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._session.active or torch.compiler.is_compiling():
+                return original(t_outputs, *args, **kwargs)
+            if getattr(replaying, "on", False):
+                refuse_accumulation(kwargs)
                 return original(t_outputs, *args, **kwargs)
             run = self._begin(t_outputs)
             if run is None:
@@ -201,6 +223,10 @@ class Engine:
     def _begin(self, outputs: Any) -> Backward | None:
         session = self._session
         run = Backward(next(self._numbers), session.emit)
+        if self._capture is not None:
+            run.outputs = outputs
+            for around in self._live:
+                around.nested_in = around.open
         try:
             self._register(run, outputs)
         except Exception as error:
@@ -232,10 +258,15 @@ class Engine:
             run.nodes = len(nodes)
             handles = run.handles
             hook_type = self._hook_type()
+            asked = self._capture if self._capture is not None and self._capture.requests else None
             for node in nodes:
                 hook = self._hook(hook_type, run, node)
                 handles.append(node.register_prehook(hook.pre))
                 handles.append(node.register_hook(hook.post))
+                if asked is not None and hook.holds and asked.wants(hook):
+                    wanted = Wanted(asked, hook)
+                    handles.append(node.register_prehook(wanted.pre))
+                    handles.append(node.register_hook(wanted.post))
         finally:
             if collecting:
                 gc.enable()
@@ -258,24 +289,33 @@ class Engine:
         else:
             variable = getattr(node, "variable", None)
             parameter, module = self._modules.of_parameter(variable) if variable is not None else (0, 0)
-        hook = hook_type(run, name, module, run.number | call << 32, pack_counts(0, 0, parameter))
+        # A leaf's gradient is not held: it could not be moved into .grad then, and would be copied.
+        holds = self._capture is not None and sequence < _NO_SEQUENCE
+        hook = hook_type(run, name, module, run.number | call << 32, pack_counts(0, 0, parameter), sequence, holds)
         if hook_type is not NodeHook:
             hook.session = self._session  # type: ignore[attr-defined]
         return hook
 
     def _leave(self, run: Backward, error: BaseException | None) -> None:
         session = self._session
+        open_hook = run.open
+        held = None
+        if error is not None and open_hook is not None and run.outputs is not None:
+            held = Held(open_hook, run.grads, run.outputs, run.nested_in is open_hook)
         self._remove(run)
         session.state.backwards = max(0, session.state.backwards - 1)
         if error is None:
             session.emit(Kind.BACKWARD_END, seq=run.number)
         else:
             session.emit(Kind.BACKWARD_RAISED, name=session.intern_error(error), seq=run.number)
+            if held is not None and self._capture is not None:
+                self._capture.failed(held, error)
 
     def _remove(self, run: Backward) -> None:
         for handle in run.handles:
             handle.remove()
         run.handles = []
+        run.open = run.grads = run.nested_in = run.outputs = None
         self._live.discard(run)
 
 

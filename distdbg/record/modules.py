@@ -169,6 +169,10 @@ class Modules:
         index = bisect_right(state.boundary_seqs, sequence) - 1
         return state.boundary_modules[index] if index >= 0 else (0, 0)
 
+    def living(self, number: int) -> torch.nn.Module | None:
+        """The module with this name's id, if it still lives; of several with one name (two models) any."""
+        return next((ref() for ref, known in list(self._ids.values()) if known == number), None)
+
     def of_parameter(self, parameter: torch.Tensor) -> tuple[int, int]:
         """(parameter's name id, its module's name id), 0 where unknown."""
         known = self._parameters.get(id(parameter))

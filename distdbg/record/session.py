@@ -20,6 +20,7 @@ from distdbg.record import errors
 from distdbg.shard import KEEP_BYTES, ShardWriter
 
 Kind = schema.EventKind
+CAPTURE_BYTES = 64 << 20
 
 
 @dataclass
@@ -30,6 +31,9 @@ class Settings:
     numerics: bool = False
     describe: bool = False
     keep_bytes: int | None = KEEP_BYTES
+    capture: bool = True  # keep a failed node and run it again
+    capture_nodes: str = ""  # what `--capture` asks for, separated by blanks
+    capture_bytes: int = CAPTURE_BYTES
     quiet_s: float = 3.0  # silence after which stacks are taken
 
     @classmethod
@@ -46,6 +50,12 @@ class Settings:
                 keep_bytes = int(float(keep) * (1 << 20))
             except ValueError:
                 raise RecordingError(f"DISTDBG_KEEP={keep!r} is neither a number of MB nor 'all'") from None
+        wanted = os.environ.get("DISTDBG_CAPTURE", "")
+        megabytes = os.environ.get("DISTDBG_CAPTURE_MB", "")
+        try:
+            capture_bytes = int(float(megabytes) * (1 << 20)) if megabytes else CAPTURE_BYTES
+        except (ValueError, OverflowError):
+            raise RecordingError(f"DISTDBG_CAPTURE_MB={megabytes!r} is no number of MB") from None
         timeout = os.environ.get("DISTDBG_STALL_TIMEOUT", "")
         quiet = 3.0
         if timeout.replace(".", "", 1).isdigit():
@@ -55,6 +65,9 @@ class Settings:
             numerics=os.environ.get("DISTDBG_NUMERICS", "") not in ("", "0"),
             describe=os.environ.get("DISTDBG_DESCRIBE", "") not in ("", "0"),
             keep_bytes=keep_bytes,
+            capture=wanted != "0",
+            capture_nodes="" if wanted == "0" else wanted,
+            capture_bytes=capture_bytes,
             quiet_s=quiet,
         )
 

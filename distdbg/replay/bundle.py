@@ -195,7 +195,7 @@ def _read_regular(path: Path, limit: int) -> bytes:
             raise _damaged(path.parent, f"{path.name} is not a regular file")
         if status.st_size > limit:
             raise _damaged(path.parent, f"{path.name} has {status.st_size:,} bytes, more than {limit:,}")
-        return file.read(limit + 1)
+        return file.read(status.st_size)
 
 
 def _check(path: Path, about: Any) -> None:

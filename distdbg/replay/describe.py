@@ -46,8 +46,8 @@ def _values(tensor: torch.Tensor) -> dict[str, Any]:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point():
-        low, high = torch.aminmax(tensor)
-        return {"finite": True, "min": int(low), "max": int(high)}
+        least, most = torch.aminmax(tensor)
+        return {"finite": True, "min": int(least), "max": int(most)}
     if tensor.element_size() == 1:
         tensor = tensor.to(torch.float32)  # torch has no reductions for float8
     low, high = (float(value) for value in torch.aminmax(tensor))

@@ -20,7 +20,7 @@ _NEVER = {
     "CheckpointFunctionBackward": "it runs a backward of its own, which would add to gradients once more",
     "CompiledFunctionBackward": "compiled code may have reused the memory of what it saved",
 }
-_FUNCTION_BASE: Any = torch._C._FunctionBase  # type: ignore[attr-defined]
+_FUNCTION_BASE: Any = torch._C._FunctionBase
 
 replaying = threading.local()  # .on is True in a thread that runs a node again
 
@@ -29,7 +29,13 @@ class RefusedError(Exception):
     """A node did, when called alone, what a replay must not do."""
 
 
-class _Guard(TorchDispatchMode):
+def refuse_accumulation(options: dict[str, Any]) -> None:
+    """A backward within a replay may compute gradients, and not add them to any ``.grad``. Raises RefusedError."""
+    if options.get("accumulate_grad"):
+        raise RefusedError("it runs a backward of its own, which would add to gradients once more")
+
+
+class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _REFUSED_NAMESPACES:
             raise RefusedError(f"it issues a collective ({func.__name__.split('.')[0].rstrip('_')})")
@@ -43,10 +49,10 @@ class alone:  # noqa: N801 - a context manager, named for what it reads like
         self._devices = devices
 
     def __enter__(self) -> None:
-        self._parts = [
+        self._parts: list[Any] = [
             torch.random.fork_rng(devices=self._devices, enabled=True),
             torch.set_grad_enabled(False),
-            _Guard(),
+            _Guard(),  # type: ignore[no-untyped-call]
         ]
         replaying.on = True
         for part in self._parts:

@@ -25,14 +25,12 @@ def _leaf(value: Any) -> torch.Tensor:
     return value.detach().clone().requires_grad_(value.is_floating_point() or value.is_complex())
 
 
-def _made(place: Any, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor for an input that is not saved, with the shape that its gradient must have."""
+def _made(place: Any, like: torch.Tensor) -> torch.Tensor:
+    """A tensor for an input that is not saved, with the shape that its gradient must have (else as ``like``)."""
     if place is None:
-        if like is None:
-            raise CannotRebuildError("an input's shape is not known, since it needs no gradient")
         return torch.ones_like(like).requires_grad_()
     dtype = getattr(torch, place["dtype"], torch.float32)
-    return torch.ones(place["shape"], dtype=dtype).requires_grad_()
+    return torch.ones(place["shape"], dtype=dtype, device=like.device).requires_grad_()
 
 
 def _signed(value: Any) -> int:
@@ -75,7 +73,7 @@ def _binary(function: Callable[..., torch.Tensor], *names: str) -> _Rebuild:
         inputs = []
         for index, name in enumerate(names):
             value = saved.get(name)
-            inputs.append(_leaf(value) if isinstance(value, torch.Tensor) else _made(_at(places, index), _at(grads, 0)))
+            inputs.append(_leaf(value) if isinstance(value, torch.Tensor) else _made(_at(places, index), grads[0]))
         return inputs, function(*inputs)
 
     return rebuild
@@ -93,36 +91,32 @@ def _add(sign: int) -> _Rebuild:
     return rebuild
 
 
-def _addmm(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], Any]:
-    rows, columns = grads[0].shape
-    inner = next((t.shape for t in (saved.get("mat1"), saved.get("mat2")) if isinstance(t, torch.Tensor)), None)
-    if inner is None:
+def _matrices(left: Any, right: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both factors of a product; each is saved only where the other's gradient is wanted, and made up else."""
+    out = grad.shape
+    if isinstance(left, torch.Tensor):
+        width = left.shape[-1]
+    elif isinstance(right, torch.Tensor):
+        width = right.shape[-2]
+    else:
         raise CannotRebuildError("neither matrix is in the bundle")
-    mat1, mat2 = saved.get("mat1"), saved.get("mat2")
-    width = mat1.shape[1] if isinstance(mat1, torch.Tensor) else mat2.shape[0]
-    # saved the other way round from what is needed: each matrix's gradient needs the other
-    first = _leaf(mat1) if isinstance(mat1, torch.Tensor) else torch.ones(rows, width, dtype=grads[0].dtype)
-    second = _leaf(mat2) if isinstance(mat2, torch.Tensor) else torch.ones(width, columns, dtype=grads[0].dtype)
-    bias = _made(_at(places, 0), grads[0][:1] if _at(places, 0) is None else None)
-    inputs = [bias, first.requires_grad_(), second.requires_grad_()]
-    return inputs, torch.addmm(*inputs, beta=saved.get("beta", 1), alpha=saved.get("alpha", 1))
+    if not isinstance(left, torch.Tensor):
+        left = grad.new_ones((*out[:-1], width))
+    if not isinstance(right, torch.Tensor):
+        right = grad.new_ones((*out[:-2], width, out[-1]))
+    return _leaf(left), _leaf(right)
+
+
+def _addmm(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], Any]:
+    first, second = _matrices(saved.get("mat1"), saved.get("mat2"), grads[0])
+    bias = _made(_at(places, 0), grads[0][:1])
+    output = torch.addmm(bias, first, second, beta=saved.get("beta", 1), alpha=saved.get("alpha", 1))
+    return [bias, first, second], output
 
 
 def _matmul(function: Callable[..., torch.Tensor], left: str, right: str) -> _Rebuild:
     def rebuild(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], Any]:
-        one, other = saved.get(left), saved.get(right)
-        out = grads[0].shape
-        if isinstance(one, torch.Tensor):
-            width = one.shape[-1]
-        elif isinstance(other, torch.Tensor):
-            width = other.shape[-2]
-        else:
-            raise CannotRebuildError("neither matrix is in the bundle")
-        if not isinstance(one, torch.Tensor):
-            one = torch.ones(*out[:-1], width, dtype=grads[0].dtype)
-        if not isinstance(other, torch.Tensor):
-            other = torch.ones(*out[:-2], width, out[-1], dtype=grads[0].dtype)
-        inputs = [_leaf(one), _leaf(other)]
+        inputs = list(_matrices(saved.get(left), saved.get(right), grads[0]))
         return inputs, function(*inputs)
 
     return rebuild
@@ -161,7 +155,7 @@ def _embedding(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tu
     if not isinstance(indices, torch.Tensor):
         raise CannotRebuildError("the indices are not in the bundle")
     rows = int(saved["weight_sym_argsize_0"])
-    weight = torch.ones(rows, grads[0].shape[-1], dtype=grads[0].dtype).requires_grad_()
+    weight = torch.ones(rows, grads[0].shape[-1], dtype=grads[0].dtype, device=grads[0].device).requires_grad_()
     padding = _signed(saved["padding_idx"])
     return [weight], functional.embedding(
         indices, weight, padding if padding >= 0 else None, scale_grad_by_freq=bool(saved["scale_grad_by_freq"])
@@ -182,7 +176,7 @@ def _layer_norm(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> t
 def _convolution(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], Any]:
     x, weight = _leaf(saved.get("input")), _leaf(saved.get("weight"))
     shape = saved.get("bias_sym_sizes_opt")
-    bias = torch.ones(shape, dtype=weight.dtype).requires_grad_() if shape and shape != (0,) else None
+    bias = weight.detach().new_ones(shape).requires_grad_() if shape and tuple(shape) != (0,) else None
     output = torch.convolution(
         x, weight, bias, saved["stride"], saved["padding"], saved["dilation"],
         saved["transposed"], saved["output_padding"], saved["groups"],
@@ -192,7 +186,7 @@ def _convolution(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> 
 
 def _reduction(function: Callable[..., torch.Tensor], with_dims: bool) -> _Rebuild:
     def rebuild(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], Any]:
-        x = torch.ones(saved["self_sym_sizes"], dtype=grads[0].dtype).requires_grad_()
+        x = torch.ones(saved["self_sym_sizes"], dtype=grads[0].dtype, device=grads[0].device).requires_grad_()
         if not with_dims:
             return [x], function(x)
         return [x], function(x, dim=_dims(saved["dim"]), keepdim=bool(saved["keepdim"]))
@@ -201,8 +195,8 @@ def _reduction(function: Callable[..., torch.Tensor], with_dims: bool) -> _Rebui
 
 
 def _mse_loss(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], Any]:
-    inputs = [_leaf(saved.get("self")), _leaf(saved.get("target"))]
-    return inputs, functional.mse_loss(*inputs, reduction=("none", "mean", "sum")[int(saved["reduction"])])
+    x, target = _leaf(saved.get("self")), _leaf(saved.get("target"))
+    return [x, target], functional.mse_loss(x, target, reduction=("none", "mean", "sum")[int(saved["reduction"])])
 
 
 def _nll_loss(saved: _Saved, grads: Sequence[Any], places: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -220,7 +214,7 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _inverse_softplus(y: torch.Tensor) -> torch.Tensor:
+def _logit(y: torch.Tensor) -> torch.Tensor:
     return y.logit()
 
 
@@ -239,7 +233,7 @@ OPERATIONS: dict[str, _Rebuild] = {
     "RsqrtBackward0": _from_result(lambda y: y**-2, torch.rsqrt),
     "ExpBackward0": _from_result(torch.log, torch.exp),
     "TanhBackward0": _from_result(torch.atanh, torch.tanh),
-    "SigmoidBackward0": _from_result(_inverse_softplus, torch.sigmoid),
+    "SigmoidBackward0": _from_result(_logit, torch.sigmoid),
     "LogBackward0": _unary(torch.log),
     "SiluBackward0": _unary(functional.silu),
     "SinBackward0": _unary(torch.sin),

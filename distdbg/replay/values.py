@@ -44,7 +44,7 @@ def _no_tensor(key: str, value: Any) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Any], depth: int = 0) -> Any:
-    """The value that encode() made JSON of. Raises ValueError for what it never makes, KeyError for a missing tensor."""
+    """What encode() made JSON of. Raises ValueError for what it never makes, KeyError for a lost tensor."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth > 2 * MAX_DEPTH or not isinstance(value, dict):
