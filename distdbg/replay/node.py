@@ -126,7 +126,7 @@ def counted(name: str, result: Any, needs: Sequence[bool]) -> tuple[Any, ...]:
         )
     for output in outputs:
         if output is not None and not isinstance(output, torch.Tensor):
-            raise TypeError(f"expected Variable or None (got {type(output).__name__})")
+            raise RuntimeError(f"expected Variable or None (got {type(output).__name__})")
     return outputs
 
 
