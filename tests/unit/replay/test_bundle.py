@@ -43,7 +43,7 @@ def test_public_name(tmp_path: Path) -> None:
 
 def test_names(tmp_path: Path) -> None:
     """A node's name cannot lead out of the folder, and a name that is taken gets a number."""
-    assert bundle_name(2, 3, "../../etc/Pass wd<1>") == "rank2-step3-.._.._etc_Pass_wd_1_.bundle"
+    assert bundle_name(2, 3, "../../etc/Pass wd<1>") == "rank2-step3-_.._etc_Pass_wd_1_.bundle"
     first, second = (bundles.write(tmp_path, [torch.ones(1)]) for _ in range(2))
     assert (first.name, second.name) == ("rank0-step3-ExpBackward0.bundle", "rank0-step3-ExpBackward0-2.bundle")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -95,7 +95,7 @@ def test_why_not(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["train.py", "."])
 def test_the_users_backward(name: str, source: Path, tmp_path: Path) -> None:
-    """A Function is imported from the file or folder given; its backward fails as it did, forward and main don't run."""
+    """A Function is imported from the file or folder given: its backward fails as it did, nothing else runs."""
     bundle = load_bundle(bundles.write(tmp_path, [torch.ones(2)], **function()))
     found = bundle.replay(source / name)
     assert (found.ran, found.same) == (True, True)
@@ -103,7 +103,7 @@ def test_the_users_backward(name: str, source: Path, tmp_path: Path) -> None:
 
 
 def test_the_users_backward_gives_gradients(source: Path, tmp_path: Path) -> None:
-    """With the context of a healthy call it returns what it returned; a None that came in is zeros, as in the engine."""
+    """With the context of a healthy call it returns what it returned; a None that came in is zeros."""
     changes = function(context={"level": 1.0}, error=None, outputs=[torch.tensor([2.0, 3.0])])
     found = load_bundle(bundles.write(tmp_path, [torch.ones(2)], **changes)).replay(source)
     assert (found.ran, found.same, found.summary) == (True, True, "ran, and returned the same gradients bit for bit")
@@ -116,7 +116,8 @@ def test_the_users_backward_gives_gradients(source: Path, tmp_path: Path) -> Non
 
 def test_a_wrong_shape_again(source: Path, tmp_path: Path) -> None:
     """The engine's check of shapes is part of the replay."""
-    text = "Function LevelBackward returned an invalid gradient at index 0 - got [2] but expected shape compatible with [5]"
+    text = "Function LevelBackward returned an invalid gradient at index 0 - got [2] but expected "
+    text += "shape compatible with [5]"
     error = {"type": "RuntimeError", "message": text}
     changes = function(context={"level": 1.0}, error=error, returns=[{"shape": [5], "dtype": "float32"}])
     found = load_bundle(bundles.write(tmp_path, [torch.ones(2)], **changes)).replay(source)
