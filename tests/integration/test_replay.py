@@ -1,0 +1,144 @@
+"""Nodes that fail in real jobs leave bundles, and the jobs end as they would have."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distdbg.replay import load_bundle
+from tests.integration import jobs
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = """
+class Level(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, level):
+        ctx.save_for_backward(x)
+        ctx.level = level
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        if ctx.level <= 0:
+            raise ValueError(f"level must be positive, got {ctx.level}")
+        if ctx.level > 5:
+            return grad[:, :1].expand(-1, 3), None
+        return grad, None
+
+
+class Gate(nn.Module):
+    level = 1.0
+
+    def forward(self, x):
+        return Level.apply(x, self.level)
+
+
+def main(bad):
+    dist.init_process_group("gloo")
+    gate = Gate()
+    model = DDP(nn.Sequential(nn.Linear(4, 8), gate, nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        gate.level = bad if RANK == 1 and step == 2 else 1.0
+        optimizer.zero_grad()
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+    print("weight", RANK, model.module[0].weight.double().sum().item())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))
+"""
+
+
+def replay(path: Path, *options: str) -> dict[str, Any]:
+    """`distdbg replay --json` of a bundle, in a process of its own."""
+    command = [sys.executable, "-m", "distdbg", "replay", "--json", str(path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout[done.stdout.index("{") :]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@pytest.mark.parametrize(("bad", "error"), [("0", "ValueError: level must be positive"), ("9", "invalid gradient")])
+def test_a_failed_node(bad: str, error: str, tmp_path: Path) -> None:
+    """The culprit leaves a bundle whose replays, there and here, say the same error; the job ends as it would."""
+    script = jobs.write(tmp_path, SCRIPT)
+    found = jobs.distdbg(script, args=(bad,))
+    plain = jobs.torchrun(script, args=(bad,))
+    assert found.code == plain.code == 1
+    ends = [
+        [line for line in text.splitlines() if error in line and "[rank" in line] for text in (found.err, plain.err)
+    ]
+    assert ends[0] == ends[1] != []
+    (path,) = [path for path in (tmp_path / "run" / "bundles").iterdir() if path.name.startswith("rank1-")]
+    bundle = load_bundle(path)
+    assert path.name == "rank1-step2-LevelBackward.bundle"
+    assert (bundle.about["module"], bundle.about["module_class"]) == ("1", "Gate")
+    assert bundle.about["replay"]["kind"] == "deterministic"
+    assert error in bundle.about["error"]["title"]
+    assert not replay(path)["bundles"][0]["here"]["ran"]
+    here = replay(path, "--source", str(script))["bundles"][0]["here"]
+    assert (here["ran"], here["same"]) == (True, True)
+
+
+def test_asked_for_on_both_ranks(tmp_path: Path) -> None:
+    """--capture leaves a bundle of the node on each rank, they compare, and training gives the same weights."""
+    script = jobs.write(tmp_path, SCRIPT)
+    plain = jobs.torchrun(script, args=("1",))
+    found = jobs.distdbg(script, "--capture", "AddmmBackward0@1", "--no-capture", args=("1",))
+    assert not (tmp_path / "run" / "bundles").exists()
+    (tmp_path / "run").rename(tmp_path / "before")
+    found = jobs.distdbg(script, "--capture", "2@1", args=("1",))
+    assert found.code == 0
+    assert sorted(found.out.split("\n")) == sorted(plain.out.split("\n"))
+    names = sorted(path.name for path in (tmp_path / "run" / "bundles").iterdir())
+    assert "rank0-step1-AddmmBackward0.bundle" in names
+    assert "rank1-step1-AddmmBackward0.bundle" in names
+    told = replay(tmp_path / "run" / "bundles" / "rank0-step1-AddmmBackward0.bundle")
+    assert (told["bundles"][0]["here"]["ran"], told["bundles"][0]["here"]["same"]) == (True, True)
+    assert told["differences"] == []
+
+
+PEAK = """
+import resource
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print("before", before)
+        raise ValueError("here")
+
+
+x = torch.ones(24 << 20, requires_grad=True)
+y = torch.ones(1, requires_grad=True)
+warm = torch.empty(1 << 20).double().sum()
+try:
+    (Fails.apply(x) * y).sum().backward()
+except ValueError:
+    pass
+print("after", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_peak_memory(tmp_path: Path) -> None:
+    """Tensors of 96 MB with --capture-mb 32: the peak grows by no more than that."""
+    script = jobs.write(tmp_path, PEAK)
+    found = jobs.distdbg(script, "--capture-mb", "32", nproc=1)
+    numbers = dict(line.split() for line in found.out.splitlines() if line.startswith(("before", "after")))
+    assert (tmp_path / "run" / "bundles").exists()
+    assert int(numbers["after"]) - int(numbers["before"]) <= 32 << 10
