@@ -14,7 +14,8 @@ from distdbg.analyze.owntime import Key, Times, own_times
 from distdbg.analyze.parting import roles
 
 WARM_UP = 2  # the first steps allocate, compile and rebuild buckets
-MIN_STEPS = 6
+MIN_STEPS = 8  # late ones
+STEADY = 3.0  # times the spread of the lateness from step to step
 SHARE = 0.10  # of a step, that must be lost for others to care
 LATE = 0.85  # the part of the steps, from the first late one on, in which a straggler is late
 NOISE = 4.0  # times the spread that the same place shows on the other ranks
@@ -80,6 +81,8 @@ def _late(facts: Facts, rank: int, times: dict[int, Times]) -> Late | None:
     if lost < NOISE * noise:
         return None
     key = _place(rank, others, times, during, lost)
+    if key is None:
+        return None
     return Late(rank, key, during[0], lost, lost / step_ns, waited)
 
 
@@ -105,22 +108,22 @@ def _onset(excess: list[float], step_ns: float) -> int | None:
     return begin
 
 
-def _place(rank: int, others: list[int], times: dict[int, Times], steps: list[int], lost: float) -> Key:
-    """The place with the largest part of the lateness, if it has half of it; else only the phase, or none."""
-    keys = {key for s in steps for key in times[rank].own.get(s, {})}
-    extra: dict[Key, float] = {}
-    for key in keys:
-        extra[key] = median(
+def _place(rank: int, others: list[int], times: dict[int, Times], steps: list[int], lost: float) -> Key | None:
+    """The place in which at least half of the lateness arises, steadily; None where there is no such place.
+
+    Lateness spread over everything is what a busy machine looks like, too, and names nobody.
+    """
+    best: tuple[float, Key] | None = None
+    for key in {key for s in steps for key in times[rank].own.get(s, {})}:
+        extra = [
             times[rank].own.get(s, {}).get(key, 0) - median(times[o].own.get(s, {}).get(key, 0) for o in others)
             for s in steps
-        )
-    best = max(extra, key=lambda key: extra[key])
-    if extra[best] >= lost / 2:
-        return best
-    phases: dict[str, float] = {}
-    for key, value in extra.items():
-        phases[key[0]] = phases.get(key[0], 0) + value
-    return (max(phases, key=lambda phase: phases[phase]), "", "")
+        ]
+        middle = median(extra)
+        deviation = median(abs(value - middle) for value in extra)
+        if middle >= lost / 2 and middle > STEADY * deviation and (best is None or middle > best[0]):
+            best = (middle, key)
+    return best[1] if best is not None else None
 
 
 def _verdict(facts: Facts, late: list[Late]) -> dict[str, Any]:

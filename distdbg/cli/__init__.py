@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         command = importlib.import_module(COMMANDS[args[0]][0])
-        return int(command.main(args[1:]))
+        code = int(command.main(args[1:]))
+        sys.stdout.flush()  # here, where a reader that has left can still be told from an error
+        return code
     except DistdbgError as error:
         print(f"distdbg: error: {error}", file=sys.stderr)
         return error.exit_code
