@@ -81,21 +81,33 @@ def replay(
 def attempt(call: Any, original: dict[str, Any] | None, returned: Any = None) -> dict[str, Any]:
     """One run: {"outcome": "same error" | "other error" | "no error" | "refused" | "equal" | "differs"}."""
     began = time.monotonic()
+    left_out: set[str] = set()
     try:
-        with alone.alone(_devices()):
+        with alone.alone(_devices(), leave_out=original is not None) as left_out:
             outputs = call()
     except alone.RefusedError as refused:
         return {"outcome": "refused", "error": {"type": "RefusedError", "message": str(refused)}}
     except Exception as error:
         found = {"type": errors.type_name(error), "message": errors.message(error)}
         same = original is not None and alone.same_error(found, original)
+        if left_out and not same:
+            return _without(left_out)
         outcome = "same error" if same else "other error"
-        return {"outcome": outcome, "error": found, "seconds": round(time.monotonic() - began, 6)}
+        seconds = round(time.monotonic() - began, 6)
+        return {"outcome": outcome, "error": found, "seconds": seconds, "left_out": sorted(left_out)}
+    if left_out:
+        return _without(left_out)
     outcome = "no error"
     if returned is not None:
         pairs = list(zip(outputs, returned, strict=False))
         outcome = "equal" if all(alone.equal(a, b) for a, b in pairs if b is not None) else "differs"
     return {"outcome": outcome, "error": None, "seconds": round(time.monotonic() - began, 6)}
+
+
+def _without(left_out: set[str]) -> dict[str, Any]:
+    """Without what the other ranks give a run says nothing, unless it fails the same way all the same."""
+    message = f"it issues a collective ({', '.join(sorted(left_out))})"
+    return {"outcome": "refused", "error": {"type": "RefusedError", "message": message}}
 
 
 def _devices() -> Sequence[int]:
@@ -240,7 +252,9 @@ def sentence(node: str, found: dict[str, Any]) -> str:
     if kind == "differs":
         return f"{node}, run again {times} times, did not return the same gradients each time: it is not deterministic"
     if kind == "deterministic":
-        text = f"{node} failed the same way in {times} of {times} runs alone: the error is deterministic"
+        left_out = found["runs"][0].get("left_out")
+        how = f" (without its {', '.join(left_out)})" if left_out else ""
+        text = f"{node} failed the same way in {times} of {times} runs alone{how}: the error is deterministic"
     elif kind == "other error":
         text = f"{node} failed in another way when it was run again alone ({_titles(found)[0]})"
     else:

@@ -36,27 +36,66 @@ def refuse_accumulation(options: dict[str, Any]) -> None:
 
 
 class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives, or leaves them out: the rank's own values stand for the group's, and are done at once."""
+
+    def __init__(self, leave_out: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._leave_out = leave_out
+        self.left_out: set[str] = set()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _REFUSED_NAMESPACES:
-            raise RefusedError(f"it issues a collective ({func.__name__.split('.')[0].rstrip('_')})")
-        return func(*args, **(kwargs or {}))
+        if func.namespace not in _REFUSED_NAMESPACES:
+            return func(*args, **(kwargs or {}))
+        operator = func.__name__.split(".")[0]
+        name, stand_in = _COLLECTIVES.get(operator, (operator.strip("_"), None))
+        done = getattr(getattr(torch._C, "_distributed_c10d", None), "FakeWork", None)
+        if not self._leave_out or stand_in is None or done is None or func.namespace != "c10d":
+            raise RefusedError(f"it issues a collective ({name})")
+        stand_in(*args[:2])
+        self.left_out.add(name)
+        return args[0], done().boxed()
+
+
+def _as_it_is(tensors: Any, group: Any) -> None:
+    """The rank's own values stay."""
+
+
+def _repeated(output: torch.Tensor, own: torch.Tensor) -> None:
+    output.view(-1, own.numel()).copy_(own.reshape(1, -1))
+
+
+def _own_part(output: torch.Tensor, whole: torch.Tensor) -> None:
+    output.copy_(whole.reshape(-1)[: output.numel()].view_as(output))
+
+
+_COLLECTIVES: dict[str, tuple[str, Any]] = {  # operator -> (name, what stands in for it)
+    "allreduce_": ("all_reduce", _as_it_is),
+    "allreduce_coalesced_": ("all_reduce", _as_it_is),
+    "broadcast_": ("broadcast", _as_it_is),
+    "_allgather_base_": ("all_gather", _repeated),
+    "_reduce_scatter_base_": ("reduce_scatter", _own_part),
+}
 
 
 class alone:  # noqa: N801 - a context manager, named for what it reads like
     """For the time of a replay: no gradients recorded, the random state put back, nothing that reaches outside."""
 
-    def __init__(self, devices: Sequence[int] = ()) -> None:
+    def __init__(self, devices: Sequence[int] = (), *, leave_out: bool = False) -> None:
         self._devices = devices
+        self._leave_out = leave_out
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> set[str]:
+        """Returns the names of the collectives left out so far."""
+        guard = _Guard(self._leave_out)
         self._parts: list[Any] = [
             torch.random.fork_rng(devices=self._devices, enabled=True),
             torch.set_grad_enabled(False),
-            _Guard(),  # type: ignore[no-untyped-call]
+            guard,
         ]
         replaying.on = True
         for part in self._parts:
             part.__enter__()
+        return guard.left_out
 
     def __exit__(self, *about: Any) -> None:
         for part in reversed(self._parts):

@@ -4,12 +4,13 @@ A C++ node by its operation, rebuilt from what it saved; a Python Function by it
 for ctx, and only from a file that the caller names: a bundle alone never has code run.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -122,8 +123,10 @@ def _function(bundle: Bundle, source: Path | None, debug: bool) -> Result:
         for i, grad in enumerate(bundle.inputs)
     ]
     backward = backward_of(function)
+    how = "backward of your code, on a stand-in for ctx"
+    left_out: set[str] = set()
     try:
-        with alone.alone():
+        with _one_rank(bundle), alone.alone(leave_out=about["error"] is not None) as left_out:
             result = _debugged(backward, context, grads) if debug else backward(context, *grads)
             outputs = alone.counted(about["node"], result, needs)
             wanted = iter([_place(place) for place in about.get("returns") or [] if place is not None])
@@ -131,8 +134,33 @@ def _function(bundle: Bundle, source: Path | None, debug: bool) -> Result:
     except alone.RefusedError as error:
         return _not_run(str(error))
     except Exception as error:
-        return _raised(bundle, error, "backward of your code, on a stand-in for ctx")
-    return _returned(bundle, outputs, "backward of your code, on a stand-in for ctx")
+        found = _raised(bundle, error, f"{how}, without {', '.join(sorted(left_out))}" if left_out else how)
+        if left_out and not found.same:
+            return _not_run(
+                f"it issues a collective ({', '.join(sorted(left_out))}), and there are no other ranks here"
+            )
+        return found
+    if left_out:
+        return _not_run(f"it issues a collective ({', '.join(sorted(left_out))}), and there are no other ranks here")
+    return _returned(bundle, outputs, how)
+
+
+@contextlib.contextmanager
+def _one_rank(bundle: Bundle) -> Iterator[None]:
+    """A process group of this process alone, where the node issued collectives: they are left out, none is sent."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    runs = bundle.about["replay"].get("runs") or [{}]
+    issues = "collective" in str(bundle.about["replay"].get("why_not")) or any(run.get("left_out") for run in runs)
+    if not issues or not dist.is_available() or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _debugged(backward: Any, context: Any, grads: Sequence[Any]) -> Any:

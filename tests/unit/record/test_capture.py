@@ -265,11 +265,12 @@ def test_a_backward_that_only_the_replay_runs(start: Callable[..., Path]) -> Non
 
 
 def test_no_collective_is_issued(start: Callable[..., Path], tmp_path: Path) -> None:
-    """A replay never issues a collective: the other ranks would not take part."""
+    """A replay issues no collective: it is left out where the node fails alike without, else nothing is said."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         run_dir = start()
         calls: list[int] = []
+        later: list[int] = []
 
         def reduces(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             grad = grad.clone()
@@ -277,12 +278,28 @@ def test_no_collective_is_issued(start: Callable[..., Path], tmp_path: Path) -> 
             calls.append(1)
             raise ValueError("after it")
 
+        def passes_later(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(grad.clone(), async_op=True).wait()
+            later.append(1)
+            if len(later) == 1:
+                raise ValueError("once")
+            return grad
+
+        def gathers(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            dist.all_gather([torch.empty_like(grad)], grad)
+            raise ValueError("after it")
+
         fail(reduces)
+        assert len(calls) == 5  # the job's, three alone, one in float64
+        fail(passes_later)
+        fail(gathers)
         distdbg.stop()
-        assert calls == [1]
-        assert "issues a collective (allreduce)" in only(run_dir).outcome
+        told = [bundle.outcome for bundle in sorted(bundles(run_dir), key=lambda b: b.about["captured_unix_ns"])]
+        assert "3 of 3 runs alone (without its all_reduce): the error is deterministic" in told[0]
+        assert "issues a collective (all_reduce)" in told[1]
+        assert "issues a collective (allgather)" in told[2]
         events = distdbg.load(run_dir)
-        assert (events["event"] == "collective").sum() == 1
+        assert (events["event"] == "collective").sum() == 3
     finally:
         dist.destroy_process_group()
 
