@@ -1,4 +1,4 @@
-"""What recording costs a training step: ratios to the same steps without it, each way in a process of its own.
+"""What recording costs a training step: ratios to the same steps without it, taken in turn in one process a way.
 
     python benchmarks/overhead.py [--repeats 3] [--json] [--only gpt dense residual]
 
@@ -21,9 +21,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
-WORKLOADS = {"gpt": 6, "dense": 10, "residual": 10}  # steps measured
+WORKLOADS = {"gpt": 3, "dense": 5, "residual": 20}  # steps in a block
+BLOCKS = 4
 WAYS = ("none", "distdbg", "distdbg+numerics", "profiler", "anomaly", "print", "print, no set")
 VISITS = 200_000
 
@@ -85,43 +86,78 @@ def print_hooks(loss: Any, *, visited: bool, out: Any) -> int:
     return visits
 
 
+def recording(way: str, place: str) -> Any:
+    """A context in which steps run the given way."""
+    import torch
+
+    if way.startswith("distdbg"):
+        return Recording(place, numerics=way.endswith("numerics"))
+    if way == "profiler":
+        return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    return torch.autograd.detect_anomaly(check_nan=True) if way == "anomaly" else nullcontext()
+
+
+class Recording:
+    """distdbg.start() and stop() around steps; each time in a directory of its own."""
+
+    started_ms: ClassVar[list[float]] = []
+
+    def __init__(self, place: str, *, numerics: bool) -> None:
+        self.place, self.numerics = place, numerics
+
+    def __enter__(self) -> None:
+        began = time.thread_time_ns()
+        import distdbg
+
+        os.environ["DISTDBG_NUMERICS"] = "1" if self.numerics else ""
+        distdbg.start(f"{self.place}/{len(self.started_ms)}")
+        self.started_ms.append((time.thread_time_ns() - began) / 1e6)
+
+    def __exit__(self, *_: object) -> None:
+        import distdbg
+
+        distdbg.stop()
+
+
 def measure(workload: str, way: str) -> dict[str, Any]:
-    """CPU ms a step of forward and backward, nodes a step, peak memory; in this process."""
+    """CPU ms of a forward and backward, without and with, in turn in this process; nodes, peak memory."""
     import torch
 
     torch.set_num_threads(1)
     forward = build(workload)
-    place = tempfile.TemporaryDirectory()
-    import_ms = 0.0
-    if way.startswith("distdbg"):
-        began = time.thread_time_ns()
-        import distdbg
-
-        os.environ["DISTDBG_NUMERICS"] = "1" if way.endswith("numerics") else ""
-        distdbg.start(place.name)
-        import_ms = (time.thread_time_ns() - began) / 1e6
-    context: Any = nullcontext()
-    if way == "profiler":
-        context = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    elif way == "anomaly":
-        context = torch.autograd.detect_anomaly(check_nan=True)
-    visits = 0
+    base: list[float] = []
     times: list[float] = []
-    with context, open(os.devnull, "w") as out:
-        # Without a visited set a step takes so long that one of them tells enough.
-        warm_up, steps = (0, 1) if way == "print, no set" else (3, WORKLOADS[workload])
-        for step in range(warm_up + steps):
-            began = time.thread_time_ns()
-            loss = forward()
-            if way.startswith("print"):
-                visits = print_hooks(loss, visited=way == "print", out=out)
-            loss.backward()
-            if step >= warm_up:
-                times.append((time.thread_time_ns() - began) / 1e6)
+    visits = 0
+    # Without a visited set a step takes so long that one of them tells enough.
+    blocks, steps = (1, 1) if way == "print, no set" else (BLOCKS, WORKLOADS[workload])
+    with tempfile.TemporaryDirectory() as place, open(os.devnull, "w") as out:
+        for block in range(blocks):
+            base += [step(forward) for _ in range(steps + 3)][3:]
+            with recording(way, place):
+                if way.startswith("print"):
+                    for _ in range(steps):
+                        found = step(forward, lambda loss: print_hooks(loss, visited=way == "print", out=out))
+                        times.append(found)
+                    visits = print_hooks(forward(), visited=way == "print", out=out) if block == 0 else visits
+                else:
+                    times += [step(forward) for _ in range(steps + 2)][2:]
     nodes = count_nodes(forward())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    place.cleanup()
-    return {"ms": statistics.median(times), "nodes": nodes, "peak_mb": peak, "visits": visits, "start_ms": import_ms}
+    start_ms = Recording.started_ms[0] if Recording.started_ms else 0.0
+    return {
+        "base_ms": statistics.median(base), "ms": statistics.median(times), "nodes": nodes, "peak_mb": peak,
+        "visits": visits, "start_ms": start_ms,
+    }  # fmt: skip
+
+
+def step(forward: Callable[[], Any], before: Callable[[Any], Any] | None = None) -> float:
+    """CPU ms of the training thread for a forward and a backward."""
+    began = time.thread_time_ns()
+    loss = forward()
+    if before is not None:
+        before(loss)
+    loss.backward()
+    return (time.thread_time_ns() - began) / 1e6
 
 
 def count_nodes(loss: Any) -> int:
@@ -177,22 +213,16 @@ def main() -> int:
 
 
 def summarise(workload: str, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    base = [result["ms"] for result in found["none"]]
     rows = []
     for way, results in found.items():
-        # Paired by repeat: what was measured at about the same time.
-        ratios = [result["ms"] / ms for result, ms in zip(results, base, strict=False)]
-        extra = [
-            (result["ms"] - ms) * 1e3 / result["nodes"]
-            for result, ms in zip(results, base, strict=False)
-            if result["nodes"]
-        ]
         rows.append(
             {
-                "workload": workload, "way": way, "ratio": ratios, "us_a_node": extra,
-                "ms": [r["ms"] for r in results], "nodes": results[0]["nodes"] if results else 0,
+                "workload": workload, "way": way, "nodes": results[0]["nodes"] if results else 0,
+                "ratio": [r["ms"] / r["base_ms"] for r in results],
+                "us_a_node": [(r["ms"] - r["base_ms"]) * 1e3 / r["nodes"] for r in results],
+                "base_ms": [r["base_ms"] for r in results], "start_ms": [r["start_ms"] for r in results],
                 "peak_ratio": [r["peak_mb"] / b["peak_mb"] for r, b in zip(results, found["none"], strict=False)],
-                "visits": results[0]["visits"] if results else 0, "start_ms": [r["start_ms"] for r in results],
+                "visits": results[0]["visits"] if results else 0,
             }
         )  # fmt: skip
     return rows
