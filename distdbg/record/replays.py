@@ -177,7 +177,8 @@ def probes(node: Any, grads: Sequence[Any], original: dict[str, Any], limit: int
             break
         changed = {n: _cleaned(t) if n in names else t for n, t in everything.items()}
         found[f"finite: {', '.join(names)}"] = attempt(_variant(node, changed, saved), original)
-    if any(_real(tensor) for tensor in everything.values()) and time.monotonic() < deadline:
+    # In float64 NaN stays NaN: a wider type says something only where all values are finite.
+    if not bad and any(_real(tensor) for tensor in everything.values()) and time.monotonic() < deadline:
         wide = {name: tensor.double() if _real(tensor) else tensor for name, tensor in everything.items()}
         call = _variant(node, wide, saved, wide=True)
         found["float64"] = attempt(call, original)
