@@ -12,6 +12,7 @@ A run directory::
         names.jsonl                     [id, category, text, extra] a line, in order of first use
         seg-000000.dds, seg-000001.dds  preallocated segments: a header page, then records
         exception.json  stacks.json  stacks-fatal.txt     evidence in text, where there is some
+      bundles/rank2-step3-MulBackward0.bundle/   a failed node: bundle.json, tensors.safetensors
       timeline.csv  verdict.json
 
 A record is committed by its ``kind``, the last field to be written: kind 0 is "nothing here (yet)".
