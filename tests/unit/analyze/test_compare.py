@@ -58,7 +58,7 @@ def test_one_rank_alone_got_slower(tmp_path: Path) -> None:
 
 def test_too_short_a_run_is_refused(tmp_path: Path) -> None:
     """With too few steps nothing is said; the message tells how many are needed."""
-    with pytest.raises(RunDirError, match="comparing needs 6"):
+    with pytest.raises(RunDirError, match="comparing needs 8"):
         compare(run(tmp_path / "a"), run(tmp_path / "b", steps=5))
 
 

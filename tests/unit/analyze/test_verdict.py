@@ -445,6 +445,11 @@ def test_a_larger_batch_is_no_straggler(run_dir: Path) -> None:
     assert named(straggling(run_dir, late=1, size=24, everywhere=True)) == ("healthy", [])
 
 
+def test_lateness_spread_over_everything_names_nobody(run_dir: Path) -> None:
+    """A rank that is slower everywhere at once is what a busy machine looks like, too."""
+    assert named(straggling(run_dir, late=1, everywhere=True)) == ("healthy", [])
+
+
 def test_equally_slow_ranks_are_healthy(run_dir: Path) -> None:
     """Where nobody is late nobody is named."""
     assert named(straggling(run_dir, late=None)) == ("healthy", [])
