@@ -19,11 +19,13 @@ from distdbg.record import errors
 from distdbg.record.contents import Contents, collect
 from distdbg.record.session import Session
 from distdbg.replay.bundle import BUNDLES_FOLDER, bundle_name, write_bundle
+from distdbg.replay.describe import describe, size_of
 from distdbg.replay.node import name_of
 
 WAIT_S = 15.0  # for the whole capture; after that training goes on without it
 MAX_FAILURES = 3  # bundles of failed nodes a process writes: a script may catch the same error at every step
 MAX_ASKED = 16  # bundles for one --capture: a module has many nodes
+_SMALL_BYTES = 16 << 20
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|CUDA error|device-side assert", re.I)
 
 
@@ -172,6 +174,28 @@ class Capture:
         }  # fmt: skip
 
 
+def describe_open(session: Session, runs: list[Any]) -> list[dict[str, Any]]:
+    """The nodes that run now and what they received, for a stall; called by the watchdog's thread.
+
+    Values are read of small tensors on the CPU only: a device that stands would not answer.
+    """
+    found = []
+    for run in runs:
+        hook, grads = run.open, run.grads
+        if hook is None or grads is None:
+            continue
+        small = all(g is None or (g.device.type == "cpu" and size_of(g) <= _SMALL_BYTES) for g in grads)
+        found.append(
+            {
+                "node": session.writer.text_of(hook.name),
+                "node_index": hook.index,
+                "module": session.writer.text_of(hook.module) or None,
+                "received": [describe(grad, values=small) for grad in grads],
+            }
+        )
+    return found
+
+
 class Wanted:
     """The pair of hooks of a node that --capture asks for; holds its gradients while it runs."""
 
@@ -216,4 +240,4 @@ class _device_of:  # noqa: N801 - a context manager, named for what it reads lik
             self._context.__exit__(*about)
 
 
-__all__ = ["Capture", "Held", "Request", "Wanted", "parse_requests"]
+__all__ = ["Capture", "Held", "Request", "Wanted", "describe_open", "parse_requests"]

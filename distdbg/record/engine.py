@@ -16,7 +16,7 @@ import torch.autograd
 import torch.autograd.graph
 
 from distdbg.record import errors
-from distdbg.record.capture import Capture, Held, Wanted
+from distdbg.record.capture import Capture, Held, Wanted, describe_open
 from distdbg.record.modules import Modules
 from distdbg.record.session import Kind, Patches, Session
 from distdbg.replay.node import refuse_accumulation, replaying
@@ -219,6 +219,13 @@ class Engine:
             self._remove(run)
 
     forget = detach
+
+    def open_nodes(self) -> list[dict[str, Any]]:
+        """The nodes that run now and what they received; [] where that can't be had."""
+        try:
+            return describe_open(self._session, list(self._live))
+        except Exception:  # the training thread goes on meanwhile: what is read may be gone
+            return []
 
     def _begin(self, outputs: Any) -> Backward | None:
         session = self._session

@@ -233,5 +233,8 @@ class Watchdog:
             "quiet_s": round(quiet, 3),
             "step": self._session.writer.step,
             "threads": threads,
+            "open_nodes": [
+                node for part in self._session.parts if hasattr(part, "open_nodes") for node in part.open_nodes()
+            ],
         }
         self._session.writer.write_text(schema.STACKS_FILE, json.dumps(about, indent=1))

@@ -13,11 +13,11 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(tensor: Any) -> dict[str, Any] | None:
+def describe(tensor: Any, *, values: bool = True) -> dict[str, Any] | None:
     """Shape, dtype, device, strides, finite or not, min, max and norm (of the finite values); None for None.
 
     Values of tensor subclasses, of sparse and of meta tensors are not looked at. What fails is noted as
-    ``error``: a device after a fault answers nothing any more.
+    ``error``: a device after a fault answers nothing any more. Without ``values`` none is read.
     """
     if tensor is None:
         return None
@@ -33,7 +33,7 @@ def describe(tensor: Any) -> dict[str, Any] | None:
     if tensor.layout is not torch.strided:
         return {**about, "layout": str(tensor.layout)}
     about["strides"] = [int(stride) for stride in tensor.stride()]
-    if tensor.device.type != "meta" and tensor.numel():
+    if values and tensor.device.type != "meta" and tensor.numel():
         try:
             with torch.no_grad():
                 about.update(_values(tensor.detach()))

@@ -38,6 +38,10 @@ def refuse_accumulation(options: dict[str, Any]) -> None:
 class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses collectives, or leaves them out: the rank's own values stand for the group's, and are done at once."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its whole compiler at the first call: 70 MB, in a process that fails
+
     def __init__(self, leave_out: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._leave_out = leave_out

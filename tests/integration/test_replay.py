@@ -124,7 +124,7 @@ class Fails(torch.autograd.Function):
         raise ValueError("here")
 
 
-x = torch.ones(24 << 20, requires_grad=True)
+x = torch.ones(int(sys.argv[1]) << 18, requires_grad=True)
 y = torch.ones(1, requires_grad=True)
 warm = torch.empty(1 << 20).double().sum()
 try:
@@ -135,10 +135,11 @@ print("after", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-def test_peak_memory(tmp_path: Path) -> None:
-    """Tensors of 96 MB with --capture-mb 32: the peak grows by no more than that."""
+@pytest.mark.parametrize(("size", "limit"), [(96, 32), (16, 32), (8, 32), (16, 64)])
+def test_peak_memory(size: int, limit: int, tmp_path: Path) -> None:
+    """Whether tensors of some MB fit in --capture-mb or not: the peak grows by no more than that."""
     script = jobs.write(tmp_path, PEAK)
-    found = jobs.distdbg(script, "--capture-mb", "32", nproc=1)
-    numbers = dict(line.split() for line in found.out.splitlines() if line.startswith(("before", "after")))
-    assert (tmp_path / "run" / "bundles").exists()
-    assert int(numbers["after"]) - int(numbers["before"]) <= 32 << 10
+    found = jobs.distdbg(script, "--capture-mb", str(limit), nproc=1, args=(str(size),))
+    lines = [line.split() for line in found.out.splitlines() if line.startswith(("before", "after"))]
+    assert list((tmp_path / "run" / "bundles").iterdir())
+    assert int(lines[-1][1]) - int(lines[0][1]) <= limit << 10

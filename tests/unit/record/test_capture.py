@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distdbg
+from distdbg.record import current
 from distdbg.record.capture import parse_requests
 from distdbg.replay import Bundle, load_bundle
 
@@ -453,6 +454,28 @@ def test_asked_for_a_module_at_a_step(start: Callable[..., Path]) -> None:
         model(torch.ones(2, requires_grad=True)).sum().backward()
         distdbg.step()
     assert [(b.about["node"], b.about["step"]) for b in bundles(run_dir)] == [("SoftplusBackward0", 1)]
+
+
+def test_a_node_that_stands(start: Callable[..., Path]) -> None:
+    """While a node runs another thread is told which it is and what it received; after it nothing is held."""
+    start()
+    session = current()
+    assert session is not None
+    engine = next(part for part in session.parts if hasattr(part, "open_nodes"))
+    seen: list[Any] = []
+
+    def looks(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: seen.extend(engine.open_nodes()))
+        thread.start()
+        thread.join()
+        return grad
+
+    Step.does = staticmethod(looks)
+    (Step.apply(torch.ones(2, requires_grad=True)) * 3).sum().backward()
+    (node,) = seen
+    assert (node["node"], node["node_index"]) == ("StepBackward", 2)
+    assert [(about["shape"], about["max"]) for about in node["received"]] == [([2], 3.0)]
+    assert engine.open_nodes() == []
 
 
 def test_requests() -> None:
