@@ -232,7 +232,7 @@ class Engine:
         run = Backward(next(self._numbers), session.emit)
         if self._capture is not None:
             run.outputs = outputs
-            for around in self._live:
+            for around in list(self._live):  # another thread may begin or end a backward meanwhile
                 around.nested_in = around.open
         try:
             self._register(run, outputs)
