@@ -1,7 +1,9 @@
 """`distdbg replay BUNDLE`: what a captured node received, and the node run again without the job."""
 
 import argparse
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,9 @@ def main(argv: list[str]) -> int:
     bundles = [load_bundle(path) for path in args.bundles]
     together = bundles if len(bundles) > 1 else [*bundles, *siblings(bundles[0])]
     differences = compare_bundles(together)
-    results = [bundle.replay(args.source, debug=args.pdb) for bundle in bundles]
+    # What the user's own code prints must not stand in the JSON.
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        results = [bundle.replay(args.source, debug=args.pdb) for bundle in bundles]
     if args.json:
         found = [as_json(bundle, result) for bundle, result in zip(bundles, results, strict=True)]
         print(json.dumps({"bundles": found, "differences": differences}, indent=1))

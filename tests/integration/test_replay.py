@@ -63,8 +63,7 @@ def replay(path: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "distdbg", "replay", "--json", str(path), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    text = done.stdout[done.stdout.index("{") :]
-    found: dict[str, Any] = json.loads(text)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 

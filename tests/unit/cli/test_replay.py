@@ -44,6 +44,18 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["differences"] == ["the incoming gradient is [2] on rank 0, [3] on rank 1"]
 
 
+def test_json_stays_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the user's code prints while it is imported goes to stderr."""
+    source = tmp_path / "train.py"
+    source.write_text("import torch\nprint('hello')\nclass F(torch.autograd.Function):\n    pass\n")
+    function = {"module": "__main__", "qualname": "F", "file": "train.py", "line": 3}
+    path = bundles.write(tmp_path, [torch.ones(1)], function=function, needs_input_grad=[True])
+    assert main(["replay", "--json", str(path), "--source", str(source)]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["bundles"][0]["here"]["ran"]
+    assert "hello" in captured.err
+
+
 def test_names_from_a_file_are_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Control characters in a bundle do not reach the terminal."""
     path = bundles.write(tmp_path, [torch.ones(1)], outcome="\x1b]0;owned\x07\r")
