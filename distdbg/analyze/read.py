@@ -75,7 +75,7 @@ def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
     if not path.is_dir():
         raise RunDirError(f"{path} is not a directory; give the run directory that `distdbg run` printed first")
     run = Run(path)
-    run.run = _json_file(path / schema.RUN_FILE, run.problems) or {}
+    run.run = json_file(path / schema.RUN_FILE, run.problems) or {}
     for file in sorted(path.glob(schema.LAUNCHER_PREFIX + "*.jsonl")):
         run.launcher.extend(_json_lines(file, run.problems))
     run.launcher.sort(key=lambda event: _int(event.get("t_unix_ns")))
@@ -156,7 +156,7 @@ def stream_run(run_dir: str | Path) -> tuple[list[ShardStream], list[str]]:
         raise RunDirError(f"{path} is not a directory; give the run directory that `distdbg run` printed first")
     streams = []
     for folder in sorted(p for p in (path / schema.RANKS_FOLDER).glob("*") if p.is_dir()):
-        about = _json_file(folder / schema.META_FILE, problems)
+        about = json_file(folder / schema.META_FILE, problems)
         if about is None:
             problems.append(f"{folder}: no {schema.META_FILE}; the rank is left out, copy its folder again")
             continue
@@ -185,7 +185,8 @@ def _int(value: Any) -> int:
         return 0
 
 
-def _json_file(path: Path, problems: list[str]) -> dict[str, Any] | None:
+def json_file(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    """A JSON object from a file; None, and a problem where it is there and can't be read."""
     try:
         if path.stat().st_size > MAX_TEXT_BYTES:
             problems.append(f"{path} is larger than {MAX_TEXT_BYTES >> 20} MB and was left out")
@@ -292,7 +293,7 @@ def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | 
             continue
         header = header or about
         parts.append(records)
-    meta = _json_file(folder / schema.META_FILE, problems) or {}
+    meta = json_file(folder / schema.META_FILE, problems) or {}
     about = {**header, **meta}
     if not parts or not about:
         problems.append(f"{folder}: nothing of this rank can be read; copy the folder again from the rank's host")
@@ -322,7 +323,7 @@ def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | 
         names=_read_names(folder, problems),
         records=records,
         meta=about,
-        exception=_json_file(folder / schema.EXCEPTION_FILE, problems),
-        stacks=_json_file(folder / schema.STACKS_FILE, problems),
+        exception=json_file(folder / schema.EXCEPTION_FILE, problems),
+        stacks=json_file(folder / schema.STACKS_FILE, problems),
         fatal_stacks=fatal if fatal.exists() else None,
     )

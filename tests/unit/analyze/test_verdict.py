@@ -46,8 +46,12 @@ def test_an_exception_in_a_node(run_dir: Path) -> None:
     for number in (0, 2):
         ranks[number].forward("", "layer", "head").backward("AddBackward0", "AddmmBackward0").call().wait()
         ranks[number].sleep(1).raised("gloo/transport: Connection closed by peer", peer=True, kind="RuntimeError")
+    bundle = run_dir / "bundles" / "rank1-step3-ExpBackward0.bundle"
+    bundle.mkdir(parents=True)
+    (bundle / "bundle.json").write_text('{"node": "ExpBackward0", "outcome": "it failed the same way"}')
     verdict = diagnose(run_dir)
     assert named(verdict) == ("exception", [1])
+    assert "run again alone: it failed the same way" in verdict["evidence"]
     culprit = verdict["culprits"][0]
     assert (culprit["phase"], culprit["node"], culprit["module"]) == ("backward", "ExpBackward0", "net.act")
     assert (culprit["step"], culprit["error"]) == (3, "ValueError: bad")
