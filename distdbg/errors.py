@@ -10,6 +10,16 @@
     `-- RecordingError      recording could not be set up in this process (`distdbg.start()`)
 """
 
+import sys
+
+
+def say(text: str) -> None:
+    """Print to stderr; a script that closed it, or a reader that has left, is no reason to fail."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):
+        return
+
 
 class DistdbgError(Exception):
     """Base of all; ``exit_code`` is what the command line returns for it."""

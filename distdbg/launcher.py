@@ -5,6 +5,7 @@ records on each rank, a monitor thread, and at the end the verdict and the timel
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distdbg import schema
-from distdbg.errors import LaunchError
+from distdbg.errors import LaunchError, say
 from distdbg.monitor import EventLog, Monitor, _plain_environ, diagnose
 from distdbg.pace import Pace
 
@@ -59,7 +60,7 @@ def build_parser() -> ArgumentParser:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ValueError(text)
     return value
 
@@ -71,7 +72,7 @@ def _capture(text: str) -> str:
 
 
 def _keep(text: str) -> str:
-    if text != "all" and not float(text) > 0:
+    if text != "all" and not 0 < float(text) < math.inf:
         raise ValueError(text)
     return text
 
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
             "--no-python starts a program that is not Python, and there is nothing to record in one; "
             "use torchrun for it"
         )
-    if not args.module and not os.path.isfile(args.training_script):
+    if not args.module and not _runnable(args.training_script):
         raise LaunchError(f"no such script: {args.training_script}; give the path of a Python file, or -m and a module")
     run_dir = prepare(args)
     if run_dir is None:
@@ -101,11 +102,20 @@ def main(argv: list[str]) -> int:
         code = 1
     events.write("end", exit_code=code, failures=failures)
     events.close()
-    conclude(run_dir)
+    try:
+        conclude(run_dir)
+    except KeyboardInterrupt:
+        say(f"distdbg: interrupted; for the verdict: distdbg diagnose {run_dir}")
+    except Exception as error:  # the job is over, and its exit code is its own
+        say(f"distdbg: no verdict ({error!r}); try: distdbg diagnose {run_dir}")
     return code
 
 
 # ---- before
+
+
+def _runnable(script: str) -> bool:
+    return os.path.isfile(script) or os.path.isfile(os.path.join(script, "__main__.py"))
 
 
 def prepare(args: Namespace) -> Path | None:
@@ -123,12 +133,9 @@ def prepare(args: Namespace) -> Path | None:
         if not (run_dir / schema.RUN_FILE).exists():
             (run_dir / schema.RUN_FILE).write_text(json.dumps(_about(args), indent=1, default=str) + "\n")
     except OSError as error:
-        print(
-            f"distdbg: not recording: {run_dir} cannot be written ({error.strerror}); the job runs without",
-            file=sys.stderr,
-        )
+        say(f"distdbg: not recording: {run_dir} cannot be written ({error.strerror}); the job runs without")
         return None
-    print(f"distdbg: recording to {run_dir}", file=sys.stderr, flush=True)
+    say(f"distdbg: recording to {run_dir}")
     return run_dir
 
 
@@ -209,7 +216,7 @@ def run_torchrun(args: Namespace) -> tuple[int, list[dict[str, Any]]]:
         ]
     except BaseException as error:  # torchrun's own: a signal it was sent, a rendezvous that failed; it ends with 1
         if type(error).__name__ == "SignalException":
-            print(f"distdbg: the job was ended: {error}", file=sys.stderr)
+            say(f"distdbg: the job was ended: {error}")
         else:
             traceback.print_exc()
         return 1, []
@@ -237,7 +244,7 @@ def conclude(run_dir: Path) -> None:
             merging.communicate()
             problem = f"distdbg: the timeline takes long; make it with: distdbg merge {run_dir}"
         if merging.returncode and problem.strip():
-            print(problem.strip().splitlines()[-1], file=sys.stderr)
+            say(problem.strip().splitlines()[-1])
     else:
-        print(f"distdbg: the record is large; make its timeline with: distdbg merge {run_dir}", file=sys.stderr)
-    print(text, file=sys.stderr, flush=True)
+        say(f"distdbg: the record is large; make its timeline with: distdbg merge {run_dir}")
+    say(text)

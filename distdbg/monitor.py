@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distdbg import processes, schema
+from distdbg.errors import say
 from distdbg.pace import Pace, RankPace
 from distdbg.processes import Worker
 from distdbg.tail import Tail
@@ -121,10 +122,13 @@ class Monitor:
                     self._look_at_pace(now)
                 if self._kill_at is not None and now >= self._kill_at:
                     self._kill_at = None
+                    if self.interrupted and self._winding_up(now):
+                        self._kill_at = now + 2 * PACE_S
+                        continue
                     for worker in self._alive():
                         processes.end(worker, signal.SIGKILL)
             except Exception as error:  # a fault of ours, in a thread of ours: never into the job
-                print(f"distdbg: monitor: {error!r}; the job goes on", file=sys.stderr)
+                say(f"distdbg: monitor: {error!r}; the job goes on")
                 return
             processes.wait_any(self._alive(), TICK_S, self._signals_read)
 
@@ -141,9 +145,19 @@ class Monitor:
             return
         self.interrupted = True
         self._events.write("interrupted", signal=signal.Signals(fatal[0]).name)
-        # Ranks that are stuck do not heed torchrun's signal; whoever interrupts does not wait for 30 s.
-        self._kill_at = time.monotonic() + 1.5 * GRACE_S
+        # Ranks that are stuck do not heed torchrun's signal; whoever presses Ctrl-C does not wait for its 30 s. Other
+        # signals come from a scheduler, which leaves ranks time to save: torchrun's time is theirs.
+        if fatal[0] == signal.SIGINT:
+            self._kill_at = time.monotonic() + 1.5 * GRACE_S
         self._help(lambda: diagnose(self._run_dir))
+
+    def _winding_up(self, now: float) -> bool:
+        """Whether an interrupted rank still does something (saves, say); the others may well wait for it."""
+        for worker in self._alive():
+            pace, tail = self._ranks[worker.pid], self._tails.get(worker.pid)
+            if tail is None or pace.busy or pace.phase == "checkpoint" or now - pace.last_progress < 2 * PACE_S:
+                return True
+        return False
 
     def _help(self, work: Any) -> None:
         helper = threading.Thread(target=work, daemon=True)
@@ -208,7 +222,7 @@ class Monitor:
             if moved:
                 self._stalled = False
                 self._events.write("recovered")
-                print("distdbg: the job moves again", file=sys.stderr)
+                say("distdbg: the job moves again")
             return
         if self.killed or self.interrupted:
             return
@@ -255,11 +269,11 @@ class Monitor:
 
     def _report_stall(self, silence: float) -> None:
         text = diagnose(self._run_dir)
-        print(f"distdbg: nothing has moved for {silence:.0f} s\n{text}", file=sys.stderr, flush=True)
+        say(f"distdbg: nothing has moved for {silence:.0f} s\n{text}")
         if self._on_stall != "kill" or not self._stalled:
             return
         self.killed = True
         self._events.write("kill", reason="stall")
-        print("distdbg: ending the job (--on-stall kill)", file=sys.stderr, flush=True)
+        say("distdbg: ending the job (--on-stall kill)")
         self._kill_at = time.monotonic() + GRACE_S
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun's agent then ends its ranks and does not restart them

@@ -11,7 +11,6 @@ import itertools
 import json
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from distdbg import schema
-from distdbg.errors import RecordingError
+from distdbg.errors import RecordingError, say
 from distdbg.identity import Identity
 
 SEGMENT_BYTES = 4 << 20
@@ -253,7 +252,7 @@ class ShardWriter:
         if self.problem is None:
             reason = "no space left on the disk" if error.errno == errno.ENOSPC else (error.strerror or str(error))
             self.problem = f"recording stopped at step {self.step}: {reason} ({self.folder})"
-            print(f"distdbg: rank {self.identity.rank}: {self.problem}; training goes on", file=sys.stderr)
+            say(f"distdbg: rank {self.identity.rank}: {self.problem}; training goes on")
             self.write_meta({"stopped": self.problem})
         self._segment = None
 

@@ -15,51 +15,63 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
-from importlib.machinery import ModuleSpec
+import zipfile
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
-from distdbg.errors import DistdbgError
+from distdbg.errors import DistdbgError, say
 from distdbg.record import errors
 from distdbg.record.session import Kind, Session, Settings, open_session, record_exception
 
 _WATCHED = ("torch", "torch.distributed.checkpoint")
 
 
-class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls back when one of a few modules has been imported; leaves finding and loading to the others."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._loaders: dict[str, Any] = {}
+        self._looking = threading.local()
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _WATCHED or name in self._loaders:
+        # Looking for a module (`importlib.util.find_spec("torch")`) is not yet importing it: each look finds us anew.
+        if name not in _WATCHED or getattr(self._looking, "name", "") == name:
             return None
-        self._loaders[name] = None  # the look-up below comes back here
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            del self._loaders[name]
-            return None
-        self._loaders[name] = spec.loader
-        spec.loader = self
+        self._looking.name = name  # the look-up below comes back here
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking.name = ""
+        if spec is not None and spec.loader is not None and name not in sys.modules:
+            spec.loader = _Loader(self._session, spec.loader)
         return spec
 
+
+class _Loader(importlib.abc.Loader):
+    """Another's loader, whose whole interface it shows, that tells when the module has been executed."""
+
+    def __init__(self, session: Session, loader: Any) -> None:
+        self._session = session
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loaders[spec.name].create_module(spec)
+        created: ModuleType | None = self._loader.create_module(spec)
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        loader = self._loaders[name]
         if module.__spec__ is not None:
-            module.__spec__.loader = loader
-        module.__loader__ = loader
-        loader.exec_module(module)
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
         if self._session.active:
-            attach(self._session, name)
+            attach(self._session, module.__name__)
 
 
 def attach(session: Session, module: str) -> None:
@@ -77,24 +89,54 @@ def attach(session: Session, module: str) -> None:
 
 def _compile(path: str) -> CodeType:
     with io.open_code(path) as file:
-        return compile(file.read(), path, "exec")
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _new_main(**names: Any) -> ModuleType:
+    """A `__main__` for the script, which stays until the process ends: exit handlers may pickle its classes."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __spec__=None, __cached__=None)
+    main.__dict__.update(names)
+    sys.modules["__main__"] = main
+    return main
+
+
+def _search_first(place: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):  # python -P, PYTHONSAFEPATH: the user wants no such entry
+        sys.path[0] = place
 
 
 def run_script(path: str, argv: list[str]) -> None:
-    """Run a script file as `python path argv...` would."""
-    main = ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__, __spec__=None, __cached__=None)
+    """Run a script file, or a directory or archive with a `__main__.py`, as `python path argv...` would."""
     sys.argv = [path, *argv]
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
-    sys.modules["__main__"] = main
-    exec(_compile(path), main.__dict__)  # noqa: S102 - running the user's script is what this is for
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        del sys.path[0:1]
+        runpy.run_path(path, run_name="__main__")
+        return
+    _search_first(os.path.dirname(os.path.realpath(path)))
+    full = os.path.abspath(path)
+    main = _new_main(__file__=full, __loader__=SourceFileLoader("__main__", full))
+    exec(_compile(full), main.__dict__)  # noqa: S102 - running the user's script is what this is for
 
 
 def run_module(name: str, argv: list[str]) -> None:
     """Run a module as `python -m name argv...` would."""
-    sys.argv = [name, *argv]
-    sys.path[0] = os.getcwd()
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    sys.argv = ["-m", *argv]
+    _search_first(os.getcwd())
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    loader: Any = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
+    if spec is None or code is None:
+        sys.argv = [name, *argv]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)  # says what is wrong in Python's words
+        return
+    sys.argv[0] = spec.origin or name
+    main = _new_main(
+        __spec__=spec, __file__=spec.origin, __loader__=loader, __package__=spec.parent, __cached__=spec.cached
+    )
+    exec(code, main.__dict__)  # noqa: S102 - running the user's module is what this is for
 
 
 def _strip(error: BaseException) -> None:
@@ -143,7 +185,10 @@ def _begin() -> Session | None:
     try:
         session = open_session(Settings.from_environ())
     except DistdbgError as error:
-        print(f"distdbg: not recording: {error}", file=sys.stderr)
+        say(f"distdbg: not recording: {error}")
+        return None
+    except Exception as error:  # no thread to be had, no current directory, ...: the job runs all the same
+        say(f"distdbg: not recording: {errors.title(error)}")
         return None
     if "torch" in sys.modules:
         attach(session, "torch")

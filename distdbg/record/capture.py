@@ -6,7 +6,6 @@ gets is the one it would have got. Nothing outlives it but the bundle on disk.
 """
 
 import re
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from distdbg.errors import say
 from distdbg.record import errors
 from distdbg.record.contents import Contents, collect
 from distdbg.record.session import Session
@@ -85,7 +85,7 @@ class Capture:
             requests = parse_requests(session.settings.capture_nodes)
         except ValueError as error:
             requests = []
-            print(f"distdbg: rank {rank}: nothing is captured on request: {error}", file=sys.stderr)
+            say(f"distdbg: rank {rank}: nothing is captured on request: {error}")
         self.requests = [request for request in requests if request.rank in (None, rank)]
         self._failures = 0
         self._last: tuple[int, str] | None = None
@@ -123,15 +123,15 @@ class Capture:
         del held, error
         thread.join(WAIT_S)
         if thread.is_alive():
-            print(f"distdbg: rank {self.session.identity.rank}: a node that was run again did not come back; "
-                  "training goes on", file=sys.stderr)  # fmt: skip
+            rank = self.session.identity.rank
+            say(f"distdbg: rank {rank}: a node that was run again did not come back; training goes on")
 
     def _work(self, held: Held, error: Exception | None) -> None:
         try:
             self._capture(held, error)
         except Exception as fault:  # whatever it is: it concerns the bundle alone
-            print(f"distdbg: rank {self.session.identity.rank}: no bundle of the failed node: "
-                  f"{errors.title(fault)[:300]}", file=sys.stderr)  # fmt: skip
+            rank = self.session.identity.rank
+            say(f"distdbg: rank {rank}: no bundle of the failed node: {errors.title(fault)[:300]}")
 
     def _capture(self, held: Held, error: Exception | None) -> Path | None:
         node = self.find(held)

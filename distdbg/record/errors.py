@@ -38,7 +38,9 @@ def is_user_code(code: CodeType) -> bool:
 
 def short_source(filename: str, line: int) -> str:
     """ "train.py:41": the file relative to the current directory or the script's, where it lies below one of them."""
-    for base in (os.curdir, os.path.dirname(sys.argv[0]) if sys.argv and sys.argv[0] else os.curdir):
+    # Not sys.argv[0]: it may be relative, and the script have changed its directory.
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    for base in (os.curdir, os.path.dirname(script) if isinstance(script, str) and script else os.curdir):
         try:
             relative = os.path.relpath(filename, base)
         except (OSError, ValueError):
@@ -46,6 +48,14 @@ def short_source(filename: str, line: int) -> str:
         if not relative.startswith(".."):
             return f"{relative}:{line}"
     return f"{filename}:{line}"
+
+
+def current_directory() -> str:
+    """The current directory, "" where it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

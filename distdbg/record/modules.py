@@ -226,7 +226,9 @@ class Modules:
 
     def _intern_module(self, module: torch.nn.Module, name: str, model: str) -> int:
         kind = type(_unwrapped(module))
-        code = getattr(kind.forward, "__code__", None)
+        # Not by getattr: torch.jit's classes have a descriptor there that raises when it is looked at.
+        forward = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
+        code = getattr(forward, "__code__", None)
         source = None
         if code is not None and errors.is_user_code(code):
             source = errors.short_source(code.co_filename, code.co_firstlineno)

@@ -14,7 +14,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from distdbg import schema
-from distdbg.errors import RecordingError
+from distdbg.errors import RecordingError, say
 from distdbg.identity import Identity, identify
 from distdbg.record import errors
 from distdbg.shard import KEEP_BYTES, ShardWriter
@@ -48,7 +48,7 @@ class Settings:
         elif keep:
             try:
                 keep_bytes = int(float(keep) * (1 << 20))
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise RecordingError(f"DISTDBG_KEEP={keep!r} is neither a number of MB nor 'all'") from None
         wanted = os.environ.get("DISTDBG_CAPTURE", "")
         megabytes = os.environ.get("DISTDBG_CAPTURE_MB", "")
@@ -122,7 +122,7 @@ class Session:
         """Stop because of a fault of our own: said once, and training goes on."""
         if self.active:
             self.writer.problem = f"recording stopped: {errors.title(error)} ({errors.describe(error)['where']})"
-            print(f"distdbg: rank {self.identity.rank}: {self.writer.problem}; training goes on", file=sys.stderr)
+            say(f"distdbg: rank {self.identity.rank}: {self.writer.problem}; training goes on")
             self.writer.write_meta({"stopped": self.writer.problem})
             self.stop()
 
@@ -203,7 +203,7 @@ def open_session(settings: Settings) -> Session:
     if _session is not None and _session.active:
         raise RecordingError(f"already recording to {_session.writer.folder}; call distdbg.stop() first")
     identity = identify()
-    meta = {"argv": list(sys.argv), "numerics": settings.numerics, "cwd": os.getcwd()}
+    meta = {"argv": list(sys.argv), "numerics": settings.numerics, "cwd": errors.current_directory()}
     writer = ShardWriter(settings.run_dir, identity, meta, keep_bytes=settings.keep_bytes)
     session = Session(settings, identity, writer)
     session.emit(Kind.START)

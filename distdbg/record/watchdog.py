@@ -16,6 +16,7 @@ from types import FrameType
 from typing import IO, Any
 
 from distdbg import schema
+from distdbg.errors import say
 from distdbg.record import errors
 from distdbg.record.session import Kind, Session
 
@@ -158,7 +159,7 @@ class Watchdog:
             try:
                 self._once()
             except Exception as error:  # a fault of ours, in a thread of ours: never into training
-                print(f"distdbg: rank {self._session.identity.rank}: watchdog: {error!r}", file=sys.stderr)
+                say(f"distdbg: rank {self._session.identity.rank}: watchdog: {error!r}")
                 return
             self._wake.wait(BEAT_S)
 
