@@ -6,6 +6,7 @@ BackendSelect key, which every call passes right before its backend, notes the c
 unchanged. So what was issued is in the shard before the backend sees it, and outlasts an abort there.
 """
 
+import functools
 import sys
 from typing import Any
 
@@ -304,6 +305,7 @@ class Collectives:
         original, session = getattr(dist, name), self._session
         number = session.intern("operation", name)
 
+        @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             session.emit(Kind.SETUP_BEGIN, name=number)
             try:
@@ -318,8 +320,6 @@ class Collectives:
                 self._groups.clear()  # names are given out again from the start
             return result
 
-        wrapped.__name__, wrapped.__doc__, wrapped.__module__ = name, original.__doc__, original.__module__
-        wrapped.__wrapped__ = original  # type: ignore[attr-defined]
         self._patches.set(dist, name, wrapped)
         self._patches.set(dist.distributed_c10d, name, wrapped)
 

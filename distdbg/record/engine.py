@@ -6,6 +6,7 @@ return None, and do nothing that can fail: so they catch nothing, since an excep
 one runs is a user's signal handler's.
 """
 
+import functools
 import gc
 import itertools
 import resource
@@ -193,6 +194,7 @@ class Engine:
     def attach(self) -> None:
         original = torch.autograd.graph._engine_run_backward
 
+        @functools.wraps(original)
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._session.active or torch.compiler.is_compiling():
                 return original(t_outputs, *args, **kwargs)

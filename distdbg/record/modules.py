@@ -6,6 +6,7 @@ ends cuts the numbers into stretches, each of one innermost module; a node belon
 holds its number.
 """
 
+import functools
 import sys
 import weakref
 from bisect import bisect_right
@@ -19,6 +20,12 @@ from distdbg.record.session import Kind, Patches, Session
 
 MAX_BOUNDARIES = 400_000
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+_TABLES: tuple[Any, ...] = (
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_hooks_always_called,
+)
 
 # Wrappers of torch's own and the attribute that holds the user's module: not part of a name.
 _WRAPPERS = {
@@ -75,6 +82,7 @@ class Modules:
             nn_module.register_module_module_registration_hook(self._registered),
         ]
         self._patches.set(nn_module, "_has_any_global_hook", self._has_others_hooks(nn_module._has_any_global_hook))
+        self._patches.set(torch.export, "export", self._without_hooks(torch.export.export))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -100,6 +108,22 @@ class Modules:
             return others if self._handles else original()
 
         return has_any_global_hook
+
+    def _without_hooks(self, original: Any) -> Any:
+        """torch.export(strict=True) refuses every model while any global hook exists: ours stand aside for it."""
+
+        @functools.wraps(original)
+        def export(*args: Any, **kwargs: Any) -> Any:
+            ours = {handle.id for handle in self._handles} | self.other_hooks
+            taken = [(table, {number: table.pop(number) for number in ours if number in table}) for table in _TABLES]
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if self._handles:  # else recording was stopped meanwhile
+                    for table, hooks in taken:
+                        table.update(hooks)
+
+        return export
 
     # ---- hooks
 

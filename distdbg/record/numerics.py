@@ -14,16 +14,36 @@ from distdbg.record.session import Kind, Session
 from distdbg.schema import MAGNITUDE_ACTIVATION, MAGNITUDE_RECEIVED, MAGNITUDE_RETURNED
 
 GRADIENT = 0
+_LOOKED_AT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # for float8 there is no minimum
+
+
+def _being_traced() -> bool:
+    """Whether operations go elsewhere than to a backend: vmap, make_fx, fake tensors, a user's dispatch mode."""
+    return torch._C._functorch.maybe_current_level() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _values(tensor: Any) -> torch.Tensor | None:
+    """The values of this process, None where there are none to look at.
+
+    Of a DTensor its local part: to look at all of it would be a collective. What other subclasses do is theirs.
+    """
+    if type(tensor).__name__ == "DTensor":
+        tensor = tensor._local_tensor
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype not in _LOOKED_AT:
+        return None
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+        return None
+    values: torch.Tensor = tensor.detach()
+    return values
 
 
 def magnitude(tensors: Any) -> float:
     """The largest magnitude in the tensors, inf or nan where a value is; 0.0 where there is nothing."""
     largest = 0.0
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
-            if tensor.layout is not torch.strided or tensor.device.type == "meta":
-                continue
-            low, high = torch.aminmax(tensor.detach())
+        values = _values(tensor)
+        if values is not None:
+            low, high = torch.aminmax(values)
             value = max(abs(float(low)), abs(float(high)))
             if value != value:
                 return value
@@ -40,10 +60,9 @@ def device_magnitude(tensors: Any) -> Any:
     """As magnitude(), as a tensor that stays on its device; None where there is nothing to look at."""
     largest = None
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
-            if tensor.layout is not torch.strided or tensor.device.type == "meta":
-                continue
-            low, high = torch.aminmax(tensor.detach())
+        values = _values(tensor)
+        if values is not None:
+            low, high = torch.aminmax(values)
             value = torch.maximum(low.abs(), high.abs()).float()
             largest = value if largest is None else torch.maximum(largest, value.to(largest.device))
     return largest
@@ -105,6 +124,8 @@ class Numerics:
     @staticmethod
     def look(tensors: Any) -> Any:
         """A float for tensors on the CPU, a tensor for others, None for nothing."""
+        if _being_traced():
+            return None
         if any(isinstance(t, torch.Tensor) and t.device.type != "cpu" for t in tensors):
             return device_magnitude(tensors)
         return magnitude(tensors)

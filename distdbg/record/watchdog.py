@@ -5,6 +5,7 @@ stopped. For the first, faulthandler's own thread, armed anew at each beat, writ
 """
 
 import faulthandler
+import functools
 import json
 import os
 import signal
@@ -132,6 +133,7 @@ class Watchdog:
         cancel = faulthandler.cancel_dump_traceback_later
         self._later, self._cancel = original, cancel
 
+        @functools.wraps(original)
         def dump_traceback_later(*args: Any, **kwargs: Any) -> None:
             self._timer_free = False
             original(*args, **kwargs)
