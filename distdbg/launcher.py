@@ -16,7 +16,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from distdbg import schema
+from distdbg import processes, schema
 from distdbg.errors import LaunchError, say
 from distdbg.monitor import EventLog, Monitor, _plain_environ, diagnose
 from distdbg.pace import Pace
@@ -192,8 +192,12 @@ def _through_worker(args: Namespace) -> None:
     """Have torchrun start distdbg's worker, and that the script."""
     script = ["-m", args.training_script] if args.module else [args.training_script]
     args.training_script_args = [*script, *args.training_script_args]
-    args.training_script = "distdbg.worker"
-    args.module, args.run_path = True, False
+    args.run_path = False
+    if processes.importable_anywhere():
+        # By its path, not by -m: that would search the current directory for Python's own modules, too.
+        args.training_script, args.module = str(Path(__file__).with_name("worker.py")), False
+    else:
+        args.training_script, args.module = "distdbg.worker", True
 
 
 # ---- torchrun
@@ -233,7 +237,12 @@ def conclude(run_dir: Path) -> None:
     merging = None
     if size <= MERGE_LIMIT_BYTES:
         merging = subprocess.Popen(
-            merge, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_plain_environ()
+            merge,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=_plain_environ(),
         )
     text = diagnose(run_dir)
     if merging is not None:

@@ -50,14 +50,21 @@ def diagnose(run_dir: Path, *, timeout: float = 120.0) -> str:
     """Write verdict.json and return the verdict's text; in a process of its own, so that it can't harm the agent."""
     command = [sys.executable, "-m", "distdbg", "diagnose", str(run_dir), "--write"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=_plain_environ())
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout, env=_plain_environ()
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"distdbg: no verdict ({type(error).__name__}); try: distdbg diagnose {run_dir}"
     return done.stdout.strip() or done.stderr.strip()
 
 
 def _plain_environ() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if not key.startswith("DISTDBG_")}
+    """For our own commands: nothing of the job's recording, and no modules of the current directory."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("DISTDBG_")}
+    if processes.importable_anywhere():
+        environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
+    environ["PYTHONIOENCODING"] = "utf-8"  # whatever the job's own is: we read what they print
+    return environ
 
 
 class Monitor:

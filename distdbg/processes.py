@@ -6,6 +6,7 @@ torchrun starts and reaps the ranks; nothing here takes an exit status away from
 import os
 import select
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,12 @@ class Worker:
     attempt: int
     pidfd: int = -1
     status: tuple[int | None, str | None] | None = None
+
+
+def importable_anywhere() -> bool:
+    """Whether distdbg is found without the entry that Python puts first (the current directory, say)."""
+    root = Path(__file__).resolve().parent.parent
+    return any(Path(place).resolve() == root for place in sys.path[1:] if place)
 
 
 def children() -> list[int]:
@@ -53,7 +60,7 @@ def worker_of(pid: int, run_dir: str) -> Worker | None:
     except OSError:
         return None
     env = dict(item.partition(b"=")[::2] for item in raw.split(b"\0") if item)
-    if env.get(b"DISTDBG_RUN_DIR", b"").decode(errors="replace") != run_dir or b"RANK" not in env:
+    if os.fsdecode(env.get(b"DISTDBG_RUN_DIR", b"")) != run_dir or b"RANK" not in env:
         return None
     try:
         worker = Worker(

@@ -84,10 +84,11 @@ def run(
     folder: Path,
     *,
     interrupt_after: str | None = None,
+    interrupt_with: int = signal.SIGINT,
     orphans: bool = False,
     **environ: str,
 ) -> Result:
-    """Run a command in a session of its own; SIGINT goes to it once its output holds ``interrupt_after``.
+    """Run a command in a session of its own; ``interrupt_with`` goes to it once its output holds ``interrupt_after``.
 
     Nothing may be left when it has ended, unless ``orphans``.
     """
@@ -104,7 +105,7 @@ def run(
                 time.sleep(0.05)
                 if interrupt_after is not None and interrupt_after in out.read_text(errors="replace"):
                     interrupt_after = None
-                    root.send_signal(signal.SIGINT)
+                    root.send_signal(interrupt_with)
         finally:
             late = ours(mark) if root.poll() is not None else []
             time.sleep(0.2 if late else 0)
@@ -122,6 +123,7 @@ def distdbg(
     nproc: int = 2,
     args: tuple[str, ...] = (),
     interrupt_after: str | None = None,
+    interrupt_with: int = signal.SIGINT,
     orphans: bool = False,
     **environ: str,
 ) -> Result:
@@ -130,7 +132,9 @@ def distdbg(
     target = [str(script)] if isinstance(script, Path) else script
     command = [sys.executable, "-m", "distdbg", "run", "--run-dir", str(folder / "run"), "--standalone"]
     command += ["--nproc-per-node", str(nproc), *options, *target, *args]
-    return run(command, folder, interrupt_after=interrupt_after, orphans=orphans, **environ)
+    return run(
+        command, folder, interrupt_after=interrupt_after, interrupt_with=interrupt_with, orphans=orphans, **environ
+    )
 
 
 def torchrun(script: Path, *options: str, nproc: int = 2, args: tuple[str, ...] = ()) -> Result:

@@ -1,8 +1,11 @@
 """Jobs as they go wrong, or are merely unusual: the user's run is theirs, and the answer is clear."""
 
 import json
+import shutil
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,31 +97,58 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert result.err.count("not recording") == 1
 
 
-def test_a_full_disk_in_the_middle(tmp_path: Path) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 14 MB: room for the first segments of two ranks, and little more."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+FILLS = """
+    x = torch.ones(2, requires_grad=True)
+    for i in range(80):
+        y = x
+        for _ in range(1000):
+            y = y * 1.0
+        y.sum().backward()
+    os.write(1, f"trained {x.grad.tolist()}\\n".encode())
+"""
+
+
+def test_a_full_disk_in_the_middle(tmp_path: Path, small_disk: Path) -> None:
     """When the disk fills up recording stops with one line a rank, and training goes on to its end."""
-    script = jobs.write(
-        tmp_path,
-        """
-        import errno
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real = os.posix_fallocate
-        os.posix_fallocate = full
-        for i in range(25):
-            x = torch.ones(2, requires_grad=True)
-            y = x
-            for _ in range(1000):
-                y = y * 1.0
-            y.sum().backward()
-        print("trained", x.grad.tolist())
-        """,
-    )
-    result = jobs.distdbg(script, "--keep", "1", nproc=1)
-    assert result.code == 0
-    assert "trained [1.0, 1.0]" in result.out
+    script = jobs.write(tmp_path, FILLS)
+    command = [sys.executable, "-m", "distdbg", "run", "--run-dir", str(small_disk / "run"), "--standalone"]
+    result = jobs.run([*command, "--nproc-per-node", "2", "--keep", "all", str(script)], tmp_path)
+    assert result.code == 0, result.err
+    assert result.out.count("trained [80.0, 80.0]") == 2
     said = [line for line in result.err.splitlines() if "no space left" in line and "training goes on" in line]
-    assert len(said) <= 1
-    assert result.verdict["kind"] in ("healthy", "unknown")
+    assert len(said) == 2, result.err
+    assert "Traceback" not in result.err
+    assert "verdict" in result.err or "healthy" in result.err or "nothing went wrong" in result.err
+
+
+def test_a_disk_that_was_full_before(tmp_path: Path, small_disk: Path) -> None:
+    """On a disk with no room at all the job runs with its own exit code, and each process says it once."""
+    script = jobs.write(tmp_path, "import sys; print('ran'); sys.exit(3)", preamble=False)
+    with open(small_disk / "filler", "wb") as file:
+        while True:
+            try:
+                file.write(b"x" * (1 << 16))
+                file.flush()
+            except OSError:
+                break
+    command = [sys.executable, "-m", "distdbg", "run", "--run-dir", str(small_disk / "run"), "--standalone"]
+    result = jobs.run([*command, "--nproc-per-node", "1", str(script)], tmp_path)
+    assert (result.code, result.out) == (1, "ran\n")
+    assert "exitcode  : 3" in result.err
+    assert result.err.count("not recording") == 1, result.err
+    assert "distdbg/cli" not in result.err
 
 
 def test_interrupting_a_run_that_hangs(tmp_path: Path) -> None:
@@ -130,22 +160,51 @@ def test_interrupting_a_run_that_hangs(tmp_path: Path) -> None:
 for i in range(4):
     step()
 if RANK == 1:
-    print("hanging", flush=True)
     time.sleep(5)
+    print("hanging", flush=True)
     while True:
         time.sleep(600)
 step()
 """,
     )
-    script.write_text(
-        script.read_text().replace(
-            'print("hanging", flush=True)\n    time.sleep(5)', "time.sleep(5)\n    print('hanging', flush=True)"
-        )
-    )
     result = jobs.distdbg(script, interrupt_after="hanging")
     assert result.code != 0
     assert result.named == ("stalled", [1])
     assert result.verdict["culprits"][0]["phase"] == "loop"
+    events = [json.loads(line) for path in result.run.glob("launcher-*.jsonl") for line in path.open()]
+    (interrupted,) = [event["t_unix_ns"] for event in events if event["event"] == "interrupted"]
+    # The file is written again at the end, so this holds for the first time it was written, too.
+    assert (result.run / "verdict.json").stat().st_mtime_ns - interrupted < 10e9
+    assert events[-1]["event"] == "end"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_ranks_that_save_at_an_interruption_may_finish(tmp_path: Path, name: str) -> None:
+    """A handler that saves for longer than a stuck rank would be given, while the others wait for it, is left alone."""
+    script = jobs.write(
+        tmp_path,
+        TRAIN
+        + f"""
+import signal
+def save(*_):
+    begun = time.monotonic()
+    if RANK == 0:
+        while time.monotonic() - begun < 6:
+            torch.save(model.state_dict(), "model.pt")
+    dist.barrier()
+    os.write(1, b"saved ")
+    os._exit(0)
+signal.signal(signal.{name}, save)
+for i in range(3):
+    step()
+os.write(1, b"ready ")
+while True:
+    time.sleep(0.05)
+""",
+    )
+    result = jobs.distdbg(script, interrupt_after="ready ready", interrupt_with=getattr(signal, name))
+    assert result.out.count("saved") == 2, result.err
+    assert result.code != 0
 
 
 def test_a_stopped_rank_is_killed_and_nothing_is_left(tmp_path: Path) -> None:
@@ -208,6 +267,96 @@ def test_restarts(tmp_path: Path) -> None:
     assert len(list((result.run / "ranks").iterdir())) == 4
 
 
+def test_restarts_that_all_fail(tmp_path: Path) -> None:
+    """Where the last attempt fails like the first the verdict is about the last, and tells how many there were."""
+    script = jobs.write(
+        tmp_path,
+        """
+        import os
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("try " + os.environ["TORCHELASTIC_RESTART_COUNT"])
+        import time
+        time.sleep(30)
+        """,
+        preamble=False,
+    )
+    result = jobs.distdbg(script, "--max-restarts", "1")
+    assert result.code == 1
+    assert result.named == ("exception", [1])
+    assert result.verdict["attempt"] == 1
+    assert result.verdict["culprits"][0]["error"] == "RuntimeError: try 1"
+    assert any("attempt 0 failed" in sentence for sentence in result.verdict["evidence"])
+
+
+def test_an_exit_that_python_does_not_see(tmp_path: Path) -> None:
+    """os._exit in the middle of training is a rank that died, with its code; the other only waited."""
+    script = jobs.write(
+        tmp_path,
+        TRAIN
+        + """
+for i in range(5):
+    if RANK == 1 and i == 3:
+        os._exit(7)
+    step()
+""",
+    )
+    result = jobs.distdbg(script)
+    assert result.code == 1
+    assert result.named == ("died", [1])
+    assert "7" in result.verdict["cause"] + result.verdict["summary"]
+    assert result.verdict["culprits"][0]["step"] == 3
+
+
+def test_a_huge_message_in_any_script(tmp_path: Path) -> None:
+    """Megabytes of text, lone surrogates and escapes in an exception: a short verdict, also where output is ASCII."""
+    script = jobs.write(
+        tmp_path,
+        """
+        raise ValueError("völlig \\x1b[31m \\ud800 kaputt\\n" + "x" * 3_000_000)
+        """,
+        preamble=False,
+    )
+    result = jobs.distdbg(script, nproc=1, PYTHONIOENCODING="ascii:backslashreplace", LC_ALL="C", PYTHONUTF8="0")
+    assert result.code == 1
+    assert result.named == ("exception", [0]), result.err[-2000:]
+    assert result.verdict["culprits"][0]["error"].startswith("ValueError: v")
+    assert len(json.dumps(result.verdict)) < 20_000
+    last = result.err[result.err.rindex("distdbg: rank 0") :]
+    assert "\x1b" not in last
+    assert len(last) < 5_000
+
+
+def test_a_run_directory_that_is_removed_meanwhile(tmp_path: Path) -> None:
+    """A script that sweeps away the run directory keeps its exit code, and nothing of ours shows a traceback."""
+    script = jobs.write(
+        tmp_path,
+        """
+        import shutil
+        for i in range(3):
+            torch.ones(2, requires_grad=True).exp().sum().backward()
+        shutil.rmtree("run")
+        time.sleep(1.5)
+        for i in range(3):
+            torch.ones(2, requires_grad=True).exp().sum().backward()
+        print("ran")
+        """,
+    )
+    result = jobs.distdbg(script, nproc=1)
+    assert (result.code, result.out) == (0, "ran\n")
+    assert "Traceback" not in result.err
+
+
+def test_a_reader_that_leaves(tmp_path: Path) -> None:
+    """`distdbg run ... 2>&1 | head -1` ends with the job's own exit code, and the verdict is written."""
+    script = jobs.write(tmp_path, "import sys, time; time.sleep(1); sys.exit(4)", preamble=False)
+    inner = f"{sys.executable} -m distdbg run --run-dir run --standalone --nproc-per-node 1 {script}"
+    pipe = f"set -o pipefail; {{ {inner}; echo code $? > code.txt; }} 2>&1 | head -1"
+    jobs.run(["bash", "-c", pipe], tmp_path)
+    assert (tmp_path / "code.txt").read_text() == "code 1\n"
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert verdict["kind"] == "exception"
+
+
 def test_a_module_and_torchruns_other_options(tmp_path: Path) -> None:
     """-m, --log-dir, --tee and a static rendezvous work as under torchrun."""
     package = tmp_path / "pkg"
@@ -238,7 +387,7 @@ def test_processes_that_the_script_starts(tmp_path: Path) -> None:
             return 2 * x
         if __name__ == "__main__":
             assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
-            for method in ("fork", "spawn"):
+            for method in ("fork", "spawn", "forkserver"):
                 with multiprocessing.get_context(method).Pool(1) as pool:
                     assert pool.map(double, [1, 2]) == [2, 4]
             assert len(list(DataLoader(list(range(8)), num_workers=2, batch_size=2))) == 4
@@ -264,12 +413,17 @@ def test_start_inside_a_launched_job(tmp_path: Path) -> None:
             distdbg.start("elsewhere")
         except distdbg.DistdbgError as error:
             print("refused:", error)
+        try:
+            distdbg.start()
+        except distdbg.DistdbgError:
+            print("again")
         torch.ones(1, requires_grad=True).sum().backward()
         """,
     )
     result = jobs.distdbg(script, nproc=1)
     assert result.code == 0
     assert "refused: already recording" in result.out
+    assert "again" in result.out
     assert result.named == ("healthy", [])
     assert "prehook" in set(distdbg.load(result.run)["event"])
 
