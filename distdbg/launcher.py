@@ -213,7 +213,7 @@ def run_torchrun(args: Namespace) -> tuple[int, list[dict[str, Any]]]:
     except SystemExit as error:
         return (error.code if isinstance(error.code, int) else 1), []
     except ChildFailedError as error:
-        traceback.print_exc()
+        say(traceback.format_exc().rstrip())
         return 1, [
             {"rank": rank, "local_rank": failure.local_rank, "exit_code": failure.exitcode, "pid": failure.pid}
             for rank, failure in error.failures.items()
@@ -222,7 +222,7 @@ def run_torchrun(args: Namespace) -> tuple[int, list[dict[str, Any]]]:
         if type(error).__name__ == "SignalException":
             say(f"distdbg: the job was ended: {error}")
         else:
-            traceback.print_exc()
+            say(traceback.format_exc().rstrip())
         return 1, []
     return 0, []
 

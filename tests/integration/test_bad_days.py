@@ -171,7 +171,8 @@ step()
     assert result.code != 0
     assert result.named == ("stalled", [1])
     assert result.verdict["culprits"][0]["phase"] == "loop"
-    events = [json.loads(line) for path in result.run.glob("launcher-*.jsonl") for line in path.open()]
+    (log,) = result.run.glob("launcher-*.jsonl")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
     (interrupted,) = [event["t_unix_ns"] for event in events if event["event"] == "interrupted"]
     # The file is written again at the end, so this holds for the first time it was written, too.
     assert (result.run / "verdict.json").stat().st_mtime_ns - interrupted < 10e9
