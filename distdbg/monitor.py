@@ -251,6 +251,8 @@ class Monitor:
         moved = tail.poll()
         if moved:
             moved = not tail.overdue(time.monotonic_ns(), self._pace.limit(self._ranks))
+        elif tail.stopped:
+            moved = True  # nobody knows; a job must not be ended because its disk is full
         if moved:
             self._pace.saw_progress(worker.rank, pace.last_progress, now)
             pace.last_progress = now

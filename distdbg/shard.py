@@ -25,6 +25,9 @@ SEGMENT_BYTES = 4 << 20
 KEEP_BYTES = 128 << 20  # some 2.7 million events: minutes of a large model, hours of a small one
 MAX_NAMES = 500_000
 
+_LAST_RECORDS = 64
+_LAST_WORDS = frozenset({schema.EventKind.EXCEPTION, schema.EventKind.EXIT, schema.EventKind.STOP})
+
 _Segment = tuple[mmap.mmap, Callable[[], int], int]  # buffer, next free offset, end
 
 
@@ -85,11 +88,14 @@ class ShardWriter:
         self._oldest = 0
         self._spare: tuple[int, _Segment] | None = None
         self._names_fd = -1
+        self._reserve: Path | None = None
+        self._last: _Segment | None = None  # what is left to write to when recording had to stop
         try:
             self.folder.mkdir(parents=True)
             self._names_fd = os.open(self.folder / schema.NAMES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self.write_meta({})
             self._segment: _Segment | None = self._create(0)
+            self._reserve = self._reserve_last()
         except OSError as error:
             raise RecordingError(
                 f"rank {identity.rank} cannot record to {self.folder}: {error.strerror or error}; "
@@ -113,6 +119,13 @@ class ShardWriter:
                 )
                 return
             segment = self._rotate(segment)
+        last = self._last
+        if last is not None and kind in _LAST_WORDS:
+            offset = last[1]()
+            if offset < last[2]:
+                words = (time.monotonic_ns(), seq, a, b, self.step, name, module, 0, kind)
+                schema.RECORD.pack_into(last[0], offset, *words)
+                return
         self.lost += 1
 
     def position(self) -> int:
@@ -156,7 +169,7 @@ class ShardWriter:
                 try:
                     os.write(self._names_fd, line.encode("utf-8", "replace"))
                 except OSError as error:
-                    self._give_up(error)
+                    self._give_up(error, full=False)
 
     def write_text(self, name: str, text: str) -> None:
         """Replace a text file beside the shard at once; a failure is dropped (it is evidence, not data)."""
@@ -177,28 +190,61 @@ class ShardWriter:
 
     def _create(self, number: int) -> _Segment:
         """Make a segment. It gets its name when it is whole: a reader, or a kill, never meets a half-made one."""
-        path = self.folder / schema.SEGMENT_PATTERN.format(number)
-        unfinished = path.with_name(f".{path.stem}-{threading.get_ident()}.tmp")
+        unfinished = self.folder / f".seg-{number}-{threading.get_ident()}.tmp"
         fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             os.posix_fallocate(fd, 0, self._bytes)
-            text = json.dumps({**self.identity.as_dict(), "anchor": clock_anchor()}).encode()
-            header = schema.SEGMENT_HEADER.pack(
-                schema.MAGIC,
-                schema.SCHEMA_VERSION,
-                schema.SEGMENT_HEADER_SIZE,
-                schema.RECORD_SIZE,
-                self._capacity,
-                number,
-                len(text),
-            )
-            os.pwrite(fd, header + text, 0)
-            buffer = mmap.mmap(fd, self._bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-            _publish(unfinished, path)
+            return self._finish(fd, unfinished, number, self._capacity)
         finally:
             os.close(fd)
             unfinished.unlink(missing_ok=True)
-        return buffer, itertools.count(schema.SEGMENT_HEADER_SIZE, schema.RECORD_SIZE).__next__, self._bytes
+
+    def _finish(self, fd: int, unfinished: Path, number: int, capacity: int) -> _Segment:
+        """Write the header of a segment whose blocks are there, map it, and give it its name."""
+        text = json.dumps({**self.identity.as_dict(), "anchor": clock_anchor()}).encode()
+        header = schema.SEGMENT_HEADER.pack(
+            schema.MAGIC,
+            schema.SCHEMA_VERSION,
+            schema.SEGMENT_HEADER_SIZE,
+            schema.RECORD_SIZE,
+            capacity,
+            number,
+            len(text),
+        )
+        size = schema.SEGMENT_HEADER_SIZE + capacity * schema.RECORD_SIZE
+        os.pwrite(fd, header + text, 0)
+        buffer = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        _publish(unfinished, self.folder / schema.SEGMENT_PATTERN.format(number))
+        return buffer, itertools.count(schema.SEGMENT_HEADER_SIZE, schema.RECORD_SIZE).__next__, size
+
+    def _reserve_last(self) -> Path | None:
+        """Room for a few events, kept for the day the disk is full: that recording stopped, and how the rank ended."""
+        path = self.folder / ".last.tmp"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                os.posix_fallocate(fd, 0, schema.SEGMENT_HEADER_SIZE + _LAST_RECORDS * schema.RECORD_SIZE)
+            finally:
+                os.close(fd)
+        except OSError:
+            path.unlink(missing_ok=True)
+            return None
+        return path
+
+    def _open_last(self) -> None:
+        """Put the reserve where the next segment would be."""
+        path, self._reserve = self._reserve, None
+        if path is None:
+            return
+        try:
+            fd = os.open(path, os.O_RDWR)
+            try:
+                self._last = self._finish(fd, path, self._number, _LAST_RECORDS)  # _rotate has counted on
+            finally:
+                os.close(fd)
+                path.unlink(missing_ok=True)
+        except OSError:
+            return
 
     def _rotate(self, full: _Segment) -> _Segment | None:
         with self._lock:
@@ -216,7 +262,7 @@ class ShardWriter:
                     self._number += 1  # the watchdog has just prepared that one, and will find it is too late
                     continue
                 except OSError as error:
-                    self._give_up(error)
+                    self._give_up(error, full=True)
                 return self._segment
 
     def maintain(self) -> None:
@@ -248,17 +294,22 @@ class ShardWriter:
         except OSError:
             pass
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: OSError, *, full: bool) -> None:
         if self.problem is None:
             reason = "no space left on the disk" if error.errno == errno.ENOSPC else (error.strerror or str(error))
             self.problem = f"recording stopped at step {self.step}: {reason} ({self.folder})"
             say(f"distdbg: rank {self.identity.rank}: {self.problem}; training goes on")
+            # Where it was the names table that found no room, the segment itself has some left.
+            self._last, self._segment = (None if full else self._segment), None
+            if full:
+                self._open_last()
+            self.emit(schema.EventKind.STOP)
             self.write_meta({"stopped": self.problem})
         self._segment = None
 
     def disable(self) -> None:
         """Write nothing any more, silently: in a forked child, whose mappings are the parent's."""
-        self._segment = None
+        self._segment = self._last = self._reserve = None
         self._names_fd = -1
         self._lock = threading.RLock()
 
@@ -267,7 +318,10 @@ class ShardWriter:
         with self._lock:
             if self._segment is not None and self.lost:
                 self.emit(schema.EventKind.LOST, a=self.lost)
-            self._segment = None
+            self._segment = self._last = None
+            if self._reserve is not None:
+                self._reserve.unlink(missing_ok=True)
+                self._reserve = None
             if self._spare is not None:
                 self._remove(self._spare[0])
                 self._spare = None

@@ -48,6 +48,7 @@ class Tail:
         self.collectives = 0
         self.last_event_ns = 0
         self.exited = False
+        self.stopped = False  # recording ended (distdbg.stop(), a full disk) before the script did
         self._open: list[str] = []
         self._begun_ns = 0  # of the outermost thing open
         self._longest_ns: dict[str, int] = {}  # by what was outermost: the longest that ended so far
@@ -167,6 +168,7 @@ class Tail:
             self.steps += 1
             self._open = [w for w in self._open if w == "optimizer"]
         elif kind in (K.EXIT, K.STOP):
+            self.stopped = kind == K.STOP and not self.exited
             self.exited = True
             self._open = []
         self.last_event_ns = schema.RECORD.unpack_from(data, offset)[0]

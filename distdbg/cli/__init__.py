@@ -1,6 +1,7 @@
 """The command line: one thin module a subcommand, loaded when it is asked for."""
 
 import importlib
+import io
 import os
 import sys
 
@@ -39,6 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     if args[0] not in COMMANDS:
         print(f"distdbg: no such command: {args[0]}\n\n{_help()}", file=sys.stderr)
         return 2
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # names and messages are the user's; the terminal may be ASCII
     try:
         command = importlib.import_module(COMMANDS[args[0]][0])
         code = int(command.main(args[1:]))

@@ -95,7 +95,8 @@ def message(error: BaseException) -> str:
         text = str(error)
     except Exception as broken:  # the user's own __str__ may raise anything
         text = f"<no text: {type(broken).__name__} in __str__>"
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
+    text = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
+    return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates can't be written anywhere
 
 
 def title(error: BaseException) -> str:

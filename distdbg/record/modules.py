@@ -143,7 +143,9 @@ class Modules:
         state.modules.append((id(module), name, id(sys.exc_info()[1])))
         depth = len(state.modules)
         # The size of a model's input tells imbalance (a larger batch) from slowness.
-        size = sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor)) if depth == 1 else 0
+        size = 0
+        if depth == 1 and not torch.jit.is_tracing():  # jit.trace would take the question into its graph
+            size = sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
         session.emit(Kind.FORWARD_BEGIN, module=name, seq=call, a=depth, b=size)
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -18,8 +18,12 @@ _LOOKED_AT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # fo
 
 
 def _being_traced() -> bool:
-    """Whether operations go elsewhere than to a backend: vmap, make_fx, fake tensors, a user's dispatch mode."""
-    return torch._C._functorch.maybe_current_level() is not None or torch._C._len_torch_dispatch_stack() > 0
+    """Whether operations go elsewhere than to a backend: vmap, make_fx, fake tensors, jit.trace, a dispatch mode."""
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.jit.is_tracing()
+    )
 
 
 def _values(tensor: Any) -> torch.Tensor | None:

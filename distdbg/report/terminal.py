@@ -1,16 +1,18 @@
 """The verdict as a tired person reads it in a terminal: one sentence, the place, who waits, where the files are."""
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 WIDTH = 110
 _LABEL = 9
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a message must not colour, clear or retitle the terminal
 
 
 def render(verdict: dict[str, Any], run_dir: str | Path | None = None) -> str:
     """The verdict as plain text, without a final newline."""
-    lines = [f"distdbg: {verdict['summary']}"]
+    lines = ["distdbg: " + _CONTROL.sub("?", verdict["summary"])]
     for culprit in verdict.get("culprits", [])[:4]:
         if len(verdict["culprits"]) > 1:
             lines += _row("rank", str(culprit["rank"]))
@@ -43,6 +45,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     first = f"  {label:<{_LABEL}}"
+    text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
 
 

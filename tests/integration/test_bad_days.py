@@ -111,7 +111,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 FILLS = """
     x = torch.ones(2, requires_grad=True)
-    for i in range(80):
+    for i in range(200):
         y = x
         for _ in range(1000):
             y = y * 1.0
@@ -126,11 +126,23 @@ def test_a_full_disk_in_the_middle(tmp_path: Path, small_disk: Path) -> None:
     command = [sys.executable, "-m", "distdbg", "run", "--run-dir", str(small_disk / "run"), "--standalone"]
     result = jobs.run([*command, "--nproc-per-node", "2", "--keep", "all", str(script)], tmp_path)
     assert result.code == 0, result.err
-    assert result.out.count("trained [80.0, 80.0]") == 2
+    assert result.out.count("trained [200.0, 200.0]") == 2
     said = [line for line in result.err.splitlines() if "no space left" in line and "training goes on" in line]
     assert len(said) == 2, result.err
     assert "Traceback" not in result.err
-    assert "verdict" in result.err or "healthy" in result.err or "nothing went wrong" in result.err
+    verdict = json.loads((small_disk / "run" / "verdict.json").read_text())
+    assert (verdict["kind"], verdict["culprits"]) == ("healthy", [])
+    assert sum("recording stopped" in sentence for sentence in verdict["evidence"]) == 2
+
+
+def test_a_full_disk_is_no_stall(tmp_path: Path, small_disk: Path) -> None:
+    """A rank whose record has stopped is not taken for one that stalls, and its job not ended for it."""
+    script = jobs.write(tmp_path, FILLS + "    time.sleep(6)\n")
+    command = [sys.executable, "-m", "distdbg", "run", "--run-dir", str(small_disk / "run"), "--standalone"]
+    command += ["--stall-timeout", "2", "--on-stall", "kill", "--nproc-per-node", "1", "--keep", "all"]
+    result = jobs.run([*command, str(script)], tmp_path)
+    assert (result.code, result.out) == (0, "trained [200.0, 200.0]\n"), result.err
+    assert "nothing has moved" not in result.err
 
 
 def test_a_disk_that_was_full_before(tmp_path: Path, small_disk: Path) -> None:
@@ -322,7 +334,8 @@ def test_a_huge_message_in_any_script(tmp_path: Path) -> None:
     assert result.named == ("exception", [0]), result.err[-2000:]
     assert result.verdict["culprits"][0]["error"].startswith("ValueError: v")
     assert len(json.dumps(result.verdict)) < 20_000
-    last = result.err[result.err.rindex("distdbg: rank 0") :]
+    last = result.err[result.err.rindex("distdbg: ") :]
+    assert "ValueError: v" in last
     assert "\x1b" not in last
     assert len(last) < 5_000
 

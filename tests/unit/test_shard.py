@@ -84,7 +84,9 @@ def test_a_full_disk_stops_recording_with_one_line(
     assert "no space left" in said
     assert writer.lost == 20
     run = read_run(run_dir)
-    assert len(run.shards[0].records) == 10
+    assert [int(kind) for kind in run.shards[0].records["kind"]] == [K.STEP] * 10 + [K.STOP]
+    writer.emit(K.EXIT)  # how the rank ended is told all the same
+    assert int(read_run(run_dir).shards[0].records["kind"][-1]) == K.EXIT
     assert any("no space left" in problem for problem in run.problems)
 
 
