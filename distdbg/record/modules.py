@@ -144,7 +144,7 @@ class Modules:
         depth = len(state.modules)
         # The size of a model's input tells imbalance (a larger batch) from slowness.
         size = 0
-        if depth == 1 and not torch.jit.is_tracing():  # jit.trace would take the question into its graph
+        if depth == 1 and torch._C._get_tracing_state() is None:  # jit.trace would take the question into its graph
             size = sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
         session.emit(Kind.FORWARD_BEGIN, module=name, seq=call, a=depth, b=size)
 

@@ -22,7 +22,7 @@ def _being_traced() -> bool:
     return (
         torch._C._functorch.maybe_current_level() is not None
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
     )
 
 

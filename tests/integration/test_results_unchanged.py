@@ -201,12 +201,15 @@ with torch.no_grad():
     show("no_grad", model(x))
 with torch.inference_mode():
     show("inference", model(x).clone())
-results = [None] * 4
+results, nets = [None] * 4, [net() for _ in range(4)]  # made here: the generator is shared
 def work(i):
-    own = net()
+    own = nets[i]
     for _ in range(5):
         own(x * (i + 1)).square().mean().backward()
     results[i] = grads(own)
+    for _ in range(5):
+        shared(x).square().mean().backward()
+shared = net()
 threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
 [t.start() for t in threads]
 [t.join() for t in threads]
