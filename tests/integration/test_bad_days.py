@@ -442,6 +442,24 @@ def test_start_inside_a_launched_job(tmp_path: Path) -> None:
     assert "prehook" in set(distdbg.load(result.run)["event"])
 
 
+def test_stopping_in_a_launched_job(tmp_path: Path) -> None:
+    """distdbg.stop() in the script ends the record, and the silence that follows is taken for no stall."""
+    script = jobs.write(
+        tmp_path,
+        """
+        import distdbg
+        torch.ones(1, requires_grad=True).sum().backward()
+        distdbg.stop()
+        time.sleep(7)
+        print("done")
+        """,
+    )
+    result = jobs.distdbg(script, "--stall-timeout", "2", "--on-stall", "kill", nproc=1)
+    assert (result.code, result.out) == (0, "done\n"), result.err
+    assert "nothing has moved" not in result.err
+    assert result.verdict["kind"] in ("healthy", "unknown"), result.verdict
+
+
 def test_the_scripts_own_signal_handlers(tmp_path: Path) -> None:
     """Handlers for SIGTERM and SIGUSR1, and faulthandler's timer, are the script's when it wants them."""
     script = jobs.write(

@@ -77,6 +77,7 @@ train("fsdp2", fresh(), fsdp2)
 train("double", fresh(), lambda net: net, penalty=True)
 train("autocast", fresh(), DDP, autocast=True)
 train("accumulated", fresh(), lambda net: DDP(net, find_unused_parameters=True), micro=2)
+train("static", fresh(recompute="plain"), lambda net: DDP(net, static_graph=True))
 train("compiled", fresh(), lambda net: DDP(torch.compile(net, backend="aot_eager")))
 dist.barrier()
 dist.destroy_process_group()
@@ -97,7 +98,7 @@ def test_weights_are_bitwise_the_same(tmp_path: Path, options: tuple[str, ...]) 
     plain = jobs.torchrun(jobs.write(tmp_path / "a", SCRIPT))
     recorded = jobs.distdbg(jobs.write(tmp_path / "b", SCRIPT), *options)
     assert plain.code == recorded.code == 0, recorded.err
-    assert len(weights(plain)) == 18
+    assert len(weights(plain)) == 20
     assert weights(recorded) == weights(plain)
     assert recorded.named == ("healthy", [])
 
