@@ -173,7 +173,7 @@ for i in range(4):
     step()
 if RANK == 1:
     time.sleep(5)
-    print("hanging", flush=True)
+    print("hanging")
     while True:
         time.sleep(600)
 step()
