@@ -105,7 +105,10 @@ class EventKind(IntEnum):
     DESCRIBE = 39  # as the hook before it; b: text, shapes and dtypes of what it received or returned
     MAGNITUDE = 40  # numerics. name: node or 0; seq: pack(node_index, backward); a: MAGNITUDE_*; b: float64's bits
     CALL_RAISED = 42  # a collective, a wait or a setup raised. name: error
-    DIGEST = 41  # numerics, after a step. name: parameter; a: hash of its bits
+    REPLICATE = 43  # a wrapper keeps replicas equal. name: text whose extra lists ranks and parameters
+    DIGEST = (
+        41  # numerics, after a step. name: parameter; a: hash of its bits; b: its largest magnitude, float64's bits
+    )
 
     @property
     def label(self) -> str:

@@ -64,7 +64,7 @@ def _onset(rank: int, view: RankView) -> Onset | None:
     if not len(records):
         return None
     values = _values(records)
-    bad = ~np.isfinite(values)
+    bad = ~np.isfinite(values) & ~_harmless(view, records["t"])
     returned = (records["a"] & MAGNITUDE_RETURNED) != 0
     activation = (records["a"] & MAGNITUDE_ACTIVATION) != 0
     # Models mask with infinities: one in an activation counts only where gradients turn bad in that step, too.
@@ -83,6 +83,22 @@ def _onset(rank: int, view: RankView) -> Onset | None:
         at = int(handed[0])
         return _made(rank, view, records[at], "nan" if np.isnan(values[at]) else "inf", float(values[at]))
     return _explosion(rank, view, records, values)
+
+
+def _harmless(view: RankView, times: np.ndarray) -> np.ndarray:
+    """Marks the moments whose values never reached the weights: all are finite at the end of the next step.
+
+    A loss scale that begins too high overflows, and the step is skipped; rows without a word are thrown away.
+    """
+    digests = view.records[view.records["kind"] == K.DIGEST]
+    finite = np.isfinite(_values(digests))
+    steps, first = np.unique(digests["step"], return_index=True)
+    if not len(steps):
+        return np.zeros(len(times), dtype=bool)
+    whole = np.logical_and.reduceat(finite, first)
+    following = np.searchsorted(digests["t"][first], times)
+    found: np.ndarray = np.append(whole, False)[following]
+    return found
 
 
 def _explosion(rank: int, view: RankView, records: np.ndarray, values: np.ndarray) -> Onset | None:
@@ -195,11 +211,14 @@ def _parted(facts: Facts) -> dict[str, Any] | None:
         if len(ranks) < 2:
             continue
         digests = {rank: _digests(facts.views[rank]) for rank in ranks}
-        # Replicas are kept equal by what they exchange; ranks that train on their own, or for a while, may part.
-        together = [{i.step for i in facts.views[r].items if i.op in _SYNCHRONISES} for r in ranks]
-        steps = sorted(set.intersection(*(set(d) for d in digests.values()), *together))
+        # Replicas are kept equal by what they exchange. Ranks that train on their own for a step (local SGD) may
+        # part, and are not equal again by their next exchange.
+        together = set.intersection(*({i.step for i in facts.views[r].items if i.op in _SYNCHRONISES} for r in ranks))
         equal: set[str] = set()
-        for step in steps:
+        for step in sorted(set.intersection(*(set(d) for d in digests.values()))):
+            if step not in together:
+                equal.clear()
+                continue
             now = {rank: digests[rank][step] for rank in ranks}
             names = [n for n in now[ranks[0]] if all(n in d for d in now.values())]
             parted = [n for n in names if n in equal and len({d[n] for d in now.values()}) > 1]

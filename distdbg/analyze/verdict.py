@@ -13,9 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from distdbg import schema
-from distdbg.analyze import failures, mismatch, numeric, stall, straggler
+from distdbg.analyze import failures, mismatch, numeric, replicas, stall, straggler
 from distdbg.analyze.facts import Facts, gather
 from distdbg.analyze.read import Run, read_run
+
+_RULES = (
+    mismatch.find,
+    replicas.find,
+    failures.find,
+    stall.find,
+    mismatch.find_silent,
+    numeric.find,
+    straggler.find,
+)
 
 
 def diagnose(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -26,7 +36,15 @@ def diagnose(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 def diagnose_run(run: Run) -> dict[str, Any]:
     """The verdict over a run that has been read."""
     facts = gather(run)
-    for rule in (mismatch.find, failures.find, stall.find, mismatch.find_silent, numeric.find, straggler.find):
+    for rule in (
+        mismatch.find,
+        replicas.find,
+        failures.find,
+        stall.find,
+        mismatch.find_silent,
+        numeric.find,
+        straggler.find,
+    ):
         verdict = rule(facts)
         if verdict is not None:
             return _finish(facts, verdict)

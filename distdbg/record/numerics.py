@@ -72,8 +72,11 @@ def device_magnitude(tensors: Any) -> Any:
     return largest
 
 
-def digest(parameter: torch.Tensor) -> int | None:
-    """A hash of a parameter's bits, equal on equal values; None for what is not a plain tensor."""
+def digest(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A hash of a parameter's bits, equal on equal values, int64 [2] on its device; None for other than plain tensors.
+
+    The second number is the bits of its largest magnitude (float64), which tell whether all values are finite.
+    """
     data = parameter.detach()
     if type(parameter) not in (torch.nn.Parameter, torch.Tensor) or data.layout is not torch.strided:
         return None
@@ -81,7 +84,10 @@ def digest(parameter: torch.Tensor) -> int | None:
     kind = views.get(data.element_size())
     if kind is None or data.device.type == "meta" or not data.numel():
         return None
-    return int(data.contiguous().view(kind).sum(dtype=torch.int64))
+    largest = device_magnitude([data])
+    if largest is None:
+        largest = torch.zeros((), device=data.device)
+    return torch.stack([data.contiguous().view(kind).sum(dtype=torch.int64), largest.double().view(torch.int64)])
 
 
 class NumericsHook(NodeHook):
@@ -167,13 +173,21 @@ class Numerics:
             values = torch.stack([entry[-1].reshape(()).cpu() for entry in pending]).tolist()
             for entry, value in zip(pending, values, strict=True):
                 self._emit(entry[:-1], value)
+        self._digests(optimizer)
+
+    def _digests(self, optimizer: Any) -> None:
+        """Digests of the optimizer's parameters: one transfer for all of a device."""
+        found: dict[Any, list[tuple[int, int, torch.Tensor]]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                found = digest(parameter)
-                if found is not None:
-                    name, module = self._modules.of_parameter(parameter)
-                    if name:
-                        self._session.emit(Kind.DIGEST, name, module, a=found)
+                name, module = self._modules.of_parameter(parameter)
+                words = digest(parameter) if name else None
+                if words is not None:
+                    found.setdefault(words.device, []).append((name, module, words))
+        for entries in found.values():
+            values = torch.stack([words for _, _, words in entries]).tolist()
+            for (name, module, _), (bits, largest) in zip(entries, values, strict=True):
+                self._session.emit(Kind.DIGEST, name, module, a=bits, b=largest)
 
 
 def _flat(value: Any, depth: int = 0) -> list[torch.Tensor]:

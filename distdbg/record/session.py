@@ -135,11 +135,19 @@ class Session:
         from distdbg.record.loop import Loop
         from distdbg.record.modules import Modules
         from distdbg.record.numerics import Numerics
+        from distdbg.record.replicas import Replicas
 
         self.writer.write_meta({"versions": {"torch": torch.__version__, "python": sys.version.split()[0]}})
         modules = Modules(self)
         numerics = Numerics(self, modules) if self.settings.numerics else None
-        parts = [modules, numerics, Engine(self, modules, numerics), Collectives(self), Loop(self, numerics)]
+        parts = [
+            modules,
+            numerics,
+            Engine(self, modules, numerics),
+            Collectives(self),
+            Replicas(self),
+            Loop(self, numerics),
+        ]
         for part in parts:
             if part is not None:
                 part.attach()
