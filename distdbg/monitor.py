@@ -83,6 +83,8 @@ class Monitor:
         self._stopped: set[int] = set()
         self._order = 0
         self._stalled = False
+        self._circling: tuple[int, tuple[int, int]] | None = None  # pid and counts of a rank that goes in circles
+        self._next_question = 0.0
         self._kill_at: float | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="distdbg-monitor", daemon=True)
@@ -226,14 +228,20 @@ class Monitor:
                 moved = self._look_at(worker, now) or moved
         ranks = {pid: self._ranks[pid] for pid in current}
         if self._stalled:
-            if moved:
-                self._stalled = False
+            if moved if self._circling is None else self._left_circle():
+                self._stalled, self._circling = False, None
                 self._events.write("recovered")
                 say("distdbg: the job moves again")
             return
         if self.killed or self.interrupted:
             return
         silence = self._pace.stalled(ranks, now)
+        circling = self._pace.circling(ranks, now) if silence is None else None
+        if circling is not None and now >= self._next_question:
+            limit = self._pace.limit(ranks)
+            self._next_question = now + limit
+            counts = self._ranks[circling].counts
+            self._help(lambda: self._ask_about(circling, counts, now - self._ranks[circling].counts_t, limit))
         if silence is not None:
             self._stalled = True
             self._events.write("stall", silence_s=round(silence, 1), limit_s=round(self._pace.limit(ranks), 1))
@@ -263,7 +271,8 @@ class Monitor:
                 self._pace.saw_step(0.0)
             pace.step, pace.step_t = tail.steps, now
         pace.phase, pace.called = tail.phase, tail.called
-        pace.counts = (tail.collectives, tail.steps)
+        if pace.counts != (tail.collectives, tail.steps):
+            pace.counts, pace.counts_t = (tail.collectives, tail.steps), now
         cpu, moved_bytes = processes.usage(worker.pid)
         before = self._usage.get(worker.pid, (cpu, moved_bytes))
         self._usage[worker.pid] = (cpu, moved_bytes)
@@ -276,9 +285,30 @@ class Monitor:
             self._events.write("continued", rank=worker.rank, attempt=worker.attempt, pid=worker.pid)
         return moved
 
+    def _ask_about(self, pid: int, counts: tuple[int, int], seconds: float, limit: float) -> None:
+        """A rank keeps the others waiting and moves: a stall if the verdict says that it goes round in circles."""
+        text = diagnose(self._run_dir)
+        try:
+            kind = json.loads((self._run_dir / schema.VERDICT_FILE).read_text(encoding="utf-8"))["kind"]
+        except (OSError, ValueError, KeyError):
+            return
+        if kind != "stalled" or self._stalled or self._ranks[pid].counts != counts:
+            return
+        self._circling, self._stalled = (pid, counts), True
+        self._events.write("stall", silence_s=round(seconds, 1), limit_s=round(limit, 1))
+        self._tell_stall(f"distdbg: the job has got nowhere for {seconds:.0f} s\n{text}")
+
+    def _left_circle(self) -> bool:
+        assert self._circling is not None
+        pid, counts = self._circling
+        return self._ranks[pid].exited or self._ranks[pid].counts != counts
+
     def _report_stall(self, silence: float) -> None:
         text = diagnose(self._run_dir)
-        say(f"distdbg: nothing has moved for {silence:.0f} s\n{text}")
+        self._tell_stall(f"distdbg: nothing has moved for {silence:.0f} s\n{text}")
+
+    def _tell_stall(self, text: str) -> None:
+        say(text)
         if self._on_stall != "kill" or not self._stalled:
             return
         self.killed = True

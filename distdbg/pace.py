@@ -23,6 +23,7 @@ class RankPace:
     phase: str = "loop"
     called: bool = False  # stands in a collective, a wait or the making of a group
     counts: tuple[int, int] = (0, 0)  # collectives issued, steps ended
+    counts_t: float = 0.0  # when these last changed
     busy: bool = False  # uses a core, or reads and writes a lot
     exited: bool = False
 
@@ -67,6 +68,18 @@ class Pace:
         if silence < limit * ALIVE_FACTOR and (_works(there) or _idle_alike(there, len(there) < len(ranks))):
             return None
         return silence
+
+    def circling(self, ranks: Mapping[int, RankPace], now: float) -> int | None:
+        """The key of the one rank that moves while all others are silent, and has long issued no collective itself.
+
+        It may be about an evaluation of its own: whether it gets anywhere is the analysis' to tell.
+        """
+        there = {key: pace for key, pace in ranks.items() if not pace.exited}
+        limit = self.limit(ranks) * ALIVE_FACTOR
+        moving = [key for key, pace in there.items() if now - pace.last_progress < limit]
+        if len(moving) != 1 or len(there) < 2 or len(there) < len(ranks) or there[moving[0]].called:
+            return None
+        return moving[0] if now - there[moving[0]].counts_t >= limit else None
 
 
 def _works(there: list[RankPace]) -> bool:

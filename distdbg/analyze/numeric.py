@@ -92,8 +92,8 @@ def _harmless(view: RankView, times: np.ndarray) -> np.ndarray:
     """
     digests = view.records[view.records["kind"] == K.DIGEST]
     finite = np.isfinite(_values(digests))
-    steps, first = np.unique(digests["step"], return_index=True)
-    if not len(steps):
+    first = np.unique(digests["step"], return_index=True)[1]
+    if not digests["b"].any():  # none, or of a recorder that did not note it
         return np.zeros(len(times), dtype=bool)
     whole = np.logical_and.reduceat(finite, first)
     following = np.searchsorted(digests["t"][first], times)

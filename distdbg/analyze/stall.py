@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from distdbg.analyze import circling
 from distdbg.analyze.facts import Facts
 from distdbg.analyze.failures import where_of
 from distdbg.analyze.waits import roots
@@ -9,6 +10,9 @@ from distdbg.analyze.waits import roots
 
 def find(facts: Facts) -> dict[str, Any] | None:
     """The verdict of kind `stalled` (or `unknown`, where the waits end at a rank without a shard), or None."""
+    circle = circling.find(facts)
+    if circle is not None:
+        return _endless(facts, circle)
     timed_out = any(f.from_peer for f in facts.failures.values())
     if not facts.stalled and not timed_out and not _doubtful(facts):
         return None
@@ -30,6 +34,40 @@ def find(facts: Facts) -> dict[str, Any] | None:
     if not standing or (not facts.stalled and not blocked):
         return None
     return _stalled(facts, standing)
+
+
+def _endless(facts: Facts, circle: circling.Circle) -> dict[str, Any]:
+    """A rank that moves and gets nowhere: `stalled` where it did the same a few times before, `unknown` else."""
+    rank, view = circle.rank, facts.views[circle.rank]
+    since = round((facts.now - circle.since) / 1e9, 1)
+    doing = f"{circle.count} times {circle.phase}" + (f" of {circle.module}" if circle.module else "")
+    moves = f"rank {rank} moves ({doing}) and has issued no collective for {since} s"
+    waiting = [f"rank {r} waits in {w.text} for {facts.names(w.on)}" for r, w in sorted(facts.blocked.items())][:40]
+    if circle.usual is None:
+        return {
+            "kind": "unknown",
+            "cause": "the others wait for a rank that moves",
+            "summary": f"{moves}; the others wait for it. Whether it would have come to an end can't be told",
+            "victims": facts.victims({rank}),
+            "evidence": waiting,
+            "confidence": 0.4,
+        }
+    source = view.last_source or None
+    entry = facts.culprit(
+        rank, phase=circle.phase, module=circle.module or None, step=view.step, source=source, since_s=since
+    )
+    return {
+        "kind": "stalled",
+        "cause": f"goes round in {circle.phase} without end",
+        "summary": f"{moves}, where {circle.usual} times was the most so far; the others wait for it",
+        "culprits": [entry],
+        "victims": facts.victims({rank}),
+        "evidence": [moves, *waiting],
+        "ruled_out": [
+            "an evaluation that takes its time: between these collectives it, or a peer, did the same a few times"
+        ],
+        "confidence": 0.8,
+    }
 
 
 def _making_group(facts: Facts, rank: int) -> bool:
