@@ -67,7 +67,7 @@ def _steps(facts: Facts, ranks: tuple[int, ...], warm_up: int) -> list[int]:
 
 
 def _places(times: Times, steps: Sequence[int]) -> list[tuple[Key, frozenset[Key]]]:
-    """Places, the finest first: a node or module in a phase, a module in all phases, a phase in all modules.
+    """Places, the finest first: a node or module in a phase, all nodes of a module, a module in all phases.
 
     The second of a pair are the keys whose times are summed up.
     """
@@ -77,7 +77,6 @@ def _places(times: Times, steps: Sequence[int]) -> list[tuple[Key, frozenset[Key
         wider.setdefault((phase, "", module), set()).add((phase, node, module))
         if module:
             wider.setdefault(("", "", module), set()).add((phase, node, module))
-        wider.setdefault((phase, "", ""), set()).add((phase, node, module))
     fine = [(key, frozenset({key})) for key in sorted(keys)]
     return fine + [(key, frozenset(found)) for key, found in sorted(wider.items()) if len(found) > 1]
 
