@@ -90,14 +90,15 @@ class EventKind(IntEnum):
     CHECKPOINT_RAISED = 23  # name: error
     GC_BEGIN = 24  # a: generation
     GC_END = 25
-    HEARTBEAT = 26  # name: source line of the main thread; seq: number; a: process CPU ns; b: main thread's CPU ns
+    HEARTBEAT = 26  # name: source line of the main thread; seq: see below; a: process CPU ns; b: main thread's CPU ns
+    # seq of a HEARTBEAT: ns for which the main thread was ready to run and had no core, 0 where that is not known
     STALL = 27  # nothing moved; name: source line of the main thread; a: ns of silence
     EXCEPTION = 28  # left the script. name: error; a: source line; b: ERROR_* flags
     EXIT = 30  # seq: exit code; name: way ("end of script", "sys.exit", "exception")
     STEP = 31  # the step just ended is `step`
     START = 32  # recording started
     STOP = 33  # recording stopped in order
-    SETUP_BEGIN = 34  # name: init_process_group, new_group, destroy_process_group
+    SETUP_BEGIN = 34  # name: init_process_group, new_group, destroy_process_group, store.wait, store.get
     SETUP_END = 35
     JOIN_BEGIN = 36  # torch.distributed.algorithms.join
     JOIN_END = 37

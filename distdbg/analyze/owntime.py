@@ -7,6 +7,8 @@ the engine returns), buffers synchronised in DDP's forward, the making of proces
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from distdbg.analyze.rank import RankView
 from distdbg.schema import EventKind as K
 
@@ -54,6 +56,15 @@ class Times:
 
     def total(self, step: int) -> int:
         return sum(self.own.get(step, {}).values())
+
+
+def core_waits(view: RankView) -> tuple[np.ndarray, np.ndarray]:
+    """(moments, ns for which the main thread had waited for a core by then), one a beat; empty where not known."""
+    beats = view.records[view.records["kind"] == K.HEARTBEAT]
+    beats = beats[np.sort(np.unique(beats["t"], return_index=True)[1])]
+    if not len(beats) or not beats["seq"].max() > 0:
+        beats = beats[:0]
+    return beats["t"], beats["seq"]
 
 
 def own_times(view: RankView) -> Times:

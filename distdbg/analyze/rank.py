@@ -102,9 +102,14 @@ class Item:
 
     @property
     def site(self) -> tuple[str, str, str]:
-        """Where it was issued from, as peers can be compared by: wrappers' calls only by their phase."""
+        """Where it was issued from, as peers can be compared by: wrappers' calls only by their phase.
+
+        Hooks on a gradient that has become ready, and what follows a call that has ended, run where it happens.
+        """
         if self.issuer in ("DDP", "join"):
             return (self.phase, self.issuer, "")
+        if self.node == "AccumulateGrad" or (self.phase == "backward" and self.node is None):
+            return (self.phase, "", "")
         return (self.phase, self.module, self.node or "")
 
 
@@ -313,7 +318,10 @@ class Replay:
                     last_nodes[thread] = None
                     ordinal = backwards[step] = backwards.get(step, -1) + 1
                 elif what == "collective":
-                    self._issue(opened, index, self._context(stacks, stack), joining > 0, ordinal)
+                    around = self._context(stacks, stack)
+                    if around is not stack:  # of another thread: which node that is in just then is chance
+                        around = [o for o in around if o.what != "node"]
+                    self._issue(opened, index, around, joining > 0, ordinal)
                 continue
             what = _ENDS.get(kind)
             if what is not None:

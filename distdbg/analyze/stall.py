@@ -33,6 +33,8 @@ def find(facts: Facts) -> dict[str, Any] | None:
         standing = {r for r in standing if not _making_group(facts, r)} or standing
     if not standing or (not facts.stalled and not blocked):
         return None
+    if len(standing) > 1 and all(_at_store(facts, rank) for rank in standing):
+        return _store(facts, standing)
     return _stalled(facts, standing)
 
 
@@ -73,6 +75,25 @@ def _endless(facts: Facts, circle: circling.Circle) -> dict[str, Any]:
 def _making_group(facts: Facts, rank: int) -> bool:
     stack = facts.views[rank].place.stack
     return bool(stack) and stack[-1].what == "setup"
+
+
+def _at_store(facts: Facts, rank: int) -> bool:
+    view = facts.views[rank]
+    return _making_group(facts, rank) and view.text(view.place.stack[-1].name).startswith("store.")
+
+
+def _store(facts: Facts, ranks: set[int]) -> dict[str, Any]:
+    """Several ranks wait for keys of the store, and nobody is left who could set them."""
+    sources = {rank: _standing(facts, rank)["source"] for rank in sorted(ranks)}
+    return {
+        "kind": "unknown",
+        "cause": "all wait for keys of the store",
+        "summary": f"{facts.names(ranks)} wait in the job's store for keys that nobody sets; which of them should have "
+        "can't be told",
+        "victims": facts.victims(set()),
+        "evidence": [f"rank {rank} waits in the store" + (f" ({s})" if s else "") for rank, s in sources.items()],
+        "confidence": 0.4,
+    }
 
 
 def _doubtful(facts: Facts) -> bool:

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from distdbg.analyze.facts import Facts
-from distdbg.analyze.owntime import Key, Times, own_times
+from distdbg.analyze.owntime import Key, Times, core_waits, own_times
 from distdbg.analyze.parting import roles
+from distdbg.analyze.rank import RankView
+from distdbg.schema import EventKind as K
 
 WARM_UP = 2  # the first steps allocate, compile and rebuild buckets
 MIN_STEPS = 8  # late ones
@@ -20,6 +24,7 @@ SHARE = 0.10  # of a step, that must be lost for others to care
 LATE = 0.85  # the part of the steps, from the first late one on, in which a straggler is late
 MIN_BEFORE = 3  # steps of a rank's habit, where it is told by that
 WIDER = 1.4  # times what a finer place explains, for a wider one to be named
+SLOW_SHARE = 0.25  # of a step, that must be lost where no place can be named
 NOISE = 4.0  # times the spread that the same module or node shows on the other ranks
 
 
@@ -45,7 +50,8 @@ def find(facts: Facts) -> dict[str, Any] | None:
     for ranks in roles(facts.views):
         for rank in ranks:
             if len(ranks) > 1:
-                late = _behind_peers(rank, {r: times[r] for r in ranks}, _steps(facts, ranks, WARM_UP))
+                peers, steps = {r: times[r] for r in ranks}, _steps(facts, ranks, WARM_UP)
+                late = _behind_peers(rank, peers, steps) or _slow_everywhere(facts, rank, peers, steps)
             else:
                 late = _slower_than_before(rank, times, _steps(facts, tuple(facts.views), 1))
             if late is not None:
@@ -163,6 +169,43 @@ def _onset(excess: list[float], step_ns: float) -> int | None:
     return begin
 
 
+def _slow_everywhere(facts: Facts, rank: int, times: dict[int, Times], steps: list[int]) -> Late | None:
+    """A rank that is slower than its peers in all it does: a slow machine.
+
+    One that has to share its cores looks the same by the clock; how long it had no core to run on tells them apart.
+    """
+    others = [other for other in times if other != rank]
+    mine = times[rank]
+    if len(steps) < MIN_STEPS or len(others) < 2 or _imbalanced(rank, times, steps):
+        return None
+    step_ns = median(mine.total(s) + mine.waiting.get(s, 0) for s in steps)
+    excess = [float(mine.total(s) - median(times[o].total(s) for o in others)) for s in steps]
+    begin = _onset(excess, step_ns)
+    if begin is None:
+        return None
+    during, lost = steps[begin:], median(excess[begin:])
+    spread = [abs(times[o].total(s) - median(times[p].total(s) for p in others)) for s in during for o in others]
+    waited = median(median(times[o].waiting.get(s, 0) for o in others) - mine.waiting.get(s, 0) for s in during)
+    if lost < SLOW_SHARE * step_ns or lost < NOISE * median(spread) or waited < lost / 3:
+        return None
+    shared = {r: _core_wait(facts.views[r], during) for r in times}
+    known = [value for r, value in shared.items() if r != rank and value is not None]
+    own = shared[rank]
+    if own is None or len(known) < len(others) or own - min(known) > lost / 4:
+        return None
+    return Late(rank, ("", "", ""), during[0], lost, lost / step_ns, waited)
+
+
+def _core_wait(view: RankView, steps: list[int]) -> float | None:
+    """ns a step for which a rank's main thread had no core to run on, None where that is not known."""
+    moments, waited = core_waits(view)
+    ends = view.of_kind(K.STEP)
+    ends = ends[(ends["step"] >= steps[0]) & (ends["step"] <= steps[-1])]["t"]
+    if len(moments) < 2 or len(ends) < 2:
+        return None
+    return float(np.diff(np.interp(ends[[0, -1]], moments, waited))[0]) / (len(ends) - 1)
+
+
 # ---- against its own habit
 
 
@@ -221,7 +264,9 @@ def _verdict(facts: Facts, late: list[Late]) -> dict[str, Any]:
     evidence = []
     for one in late:
         phase, node, module = one.key
-        entries.append(facts.culprit(one.rank, phase=phase, node=node or None, module=module or None, step=one.step))
+        entries.append(
+            facts.culprit(one.rank, phase=phase or None, node=node or None, module=module or None, step=one.step)
+        )
         than = "it did before" if one.habit else "the others"
         wait = "than before" if one.habit else "than it does"
         evidence.append(
@@ -229,15 +274,16 @@ def _verdict(facts: Facts, late: list[Late]) -> dict[str, Any]:
             f"({one.share:.0%} of a step); others wait {one.waited / 1e6:.1f} ms a step longer {wait}"
         )
     phase, node, module = late[0].key
-    place = f"node {node} of module {module}" if node else f"module {module}" if module else f"phase {phase}"
+    place = f"in {phase}, " + (f"node {node} of module {module}" if node else f"module {module}" if module else "")
+    place = place.rstrip(", ") if phase else "in all that it does (a slow machine)"
     who = facts.names([one.rank for one in late])
     make = "makes" if len(late) == 1 else "make"
     return {
         "kind": "straggler",
-        "cause": f"{late[0].excess / 1e6:.0f} ms a step more in {place}",
+        "cause": f"{late[0].excess / 1e6:.0f} ms a step more {place}",
         "culprits": entries,
         "summary": f"{who} {make} the others wait from step {late[0].step} on: {late[0].excess / 1e6:.0f} ms a step "
-        f"more in {phase}, {place}",
+        f"more {place}",
         "victims": facts.victims({one.rank for one in late}),
         "evidence": evidence,
         "confidence": 0.85,

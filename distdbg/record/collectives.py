@@ -8,6 +8,7 @@ unchanged. So what was issued is in the shard before the backend sees it, and ou
 
 import functools
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ OPERATORS: dict[str, tuple[str, int, int | None, int | None]] = {
     "recv_any_source_": ("recv", 0, None, 2),
 }
 _SETUP = ("init_process_group", "new_group", "destroy_process_group")
+_STORE = ("wait", "get", "multi_get")  # what blocks until some other rank has set a key
 
 # Who issued a call, by the first Python frame outside of torch.distributed's plain functions.
 _PLAIN = (
@@ -56,7 +58,7 @@ _PLAIN = (
     "torch/_ops.py",
 )
 _ISSUERS = (
-    ("DDP", ("torch/autograd/graph.py", "torch/nn/parallel/")),
+    ("DDP", ("torch/autograd/graph.py", "torch/nn/parallel/", "torch/distributed/algorithms/ddp_comm_hooks/")),
     ("FSDP", ("torch/distributed/fsdp/",)),
     ("DTensor", ("torch/distributed/tensor/",)),
     ("checkpoint", ("torch/distributed/checkpoint/",)),
@@ -126,6 +128,8 @@ class Collectives:
         self._wrap_wait()
         for name in _SETUP:
             self._wrap_setup(name)
+        for name in _STORE:
+            self._wrap_store(name)
         self._wrap_join()
         if dist.is_initialized():
             self._note_rank()
@@ -256,8 +260,8 @@ class Collectives:
             if issuer is None:
                 frame = frame.f_back  # type: ignore[assignment]
         user = errors.user_frame(frame)
-        if user is None:
-            return 0
+        if user is None:  # a thread that torch began: there is no line of the script below
+            return self._session.intern("source", f"? by {issuer}", {"issuer": issuer}) if issuer else 0
         key = (user.f_code, user.f_lineno, issuer)
         known = self._sources.get(key)
         if known is None:
@@ -322,6 +326,26 @@ class Collectives:
 
         self._patches.set(dist, name, wrapped)
         self._patches.set(dist.distributed_c10d, name, wrapped)
+
+    def _wrap_store(self, name: str) -> None:
+        store = torch._C._distributed_c10d.Store
+        original, session = getattr(store, name), self._session
+        number = session.intern("operation", f"store.{name}")
+        main = threading.main_thread().ident
+
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != main:
+                return original(self, *args, **kwargs)
+            session.emit(Kind.SETUP_BEGIN, name=number)
+            try:
+                result = original(self, *args, **kwargs)
+            except BaseException as error:
+                session.emit(Kind.CALL_RAISED, session.intern_error(error))
+                raise
+            session.emit(Kind.SETUP_END, name=number)
+            return result
+
+        self._patches.set(store, name, wrapped)
 
     def _wrap_join(self) -> None:
         from torch.distributed.algorithms.join import Join

@@ -56,6 +56,15 @@ def in_library(stack: list[list[Any]]) -> str:
     return ""
 
 
+def _run_delay() -> int:
+    """ns for which the main thread was ready to run and had no core, as Linux counts them; 0 where it does not."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def dump_flight_recorder(session: Session) -> None:
     """torch's own record of collectives, where it is on: some 50 ms for 2,000 entries, so only when nothing moves."""
     if not os.environ.get("TORCH_FR_BUFFER_SIZE") or "torch.distributed" not in sys.modules:
@@ -81,7 +90,6 @@ class Watchdog:
         self._own_faulthandler = False
         self._timer_free = True
         self._forking = False
-        self._beat = 0
         self._last_count = -1
         self._own = 0  # events of the watchdog itself, which are no progress
         self._quiet_since = time.monotonic()
@@ -171,8 +179,7 @@ class Watchdog:
         quiet = self._quiet()
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         source = self._source(main)
-        self._beat += 1
-        self._emit(Kind.HEARTBEAT, name=source, seq=self._beat, a=time.process_time_ns(), b=self._main_cpu())
+        self._emit(Kind.HEARTBEAT, name=source, seq=_run_delay(), a=time.process_time_ns(), b=self._main_cpu())
         if quiet >= session.settings.quiet_s:
             # Again at longer and longer intervals, so that the stacks are fresh and the file is one.
             if self._noticed == 0 or quiet >= self._noticed * 2:
