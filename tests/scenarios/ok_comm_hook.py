@@ -1,4 +1,4 @@
-"""PowerSGD compresses gradients in a communication hook, which issues collectives from wherever a bucket's call ends."""
+"""PowerSGD compresses gradients in a communication hook, which issues collectives wherever a bucket ends."""
 
 import torch
 from common import ViT, finish, fit, pictures, start

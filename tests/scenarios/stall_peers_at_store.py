@@ -1,4 +1,4 @@
-"""After each step ranks set a key in the store and wait for the others' keys; one rank sleeps before it sets its own."""
+"""Ranks set a key in the store after each step and wait for those of the others; one rank sleeps before its own."""
 
 import time
 
