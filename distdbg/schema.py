@@ -10,6 +10,7 @@ A run directory::
       ranks/rank00002-attempt000-<host>-<pid>/
         meta.json                       who wrote this: rank, world size, host, pid, clock anchor
         names.jsonl                     [id, category, text, extra] a line, in order of first use
+        steps.bin                       a digest of each step, which outlasts the oldest segments
         seg-000000.dds, seg-000001.dds  preallocated segments: a header page, then records
         exception.json  stacks.json  stacks-fatal.txt     evidence in text, where there is some
       bundles/rank2-step3-MulBackward0.bundle/   a failed node: bundle.json, tensors.safetensors
@@ -46,6 +47,11 @@ SEGMENT_HEADER = struct.Struct("<8sIIIIII")
 SEGMENT_HEADER_SIZE = 4096
 SEGMENT_SUFFIX = ".dds"
 SEGMENT_PATTERN = "seg-{:06d}" + SEGMENT_SUFFIX
+# One record a step beside the segments, which outlasts the oldest of them: step, 0, hash of the modules entered
+# outside of backward, hash of the collectives issued (operation and size of the group), CLOCK_MONOTONIC ns.
+STEP_RECORD = struct.Struct("<IIQQq")
+STEP_FIELDS = (("step", "<u4"), ("zero", "<u4"), ("modules", "<u8"), ("calls", "<u8"), ("t", "<i8"))
+STEPS_FILE = "steps.bin"
 META_FILE = "meta.json"
 NAMES_FILE = "names.jsonl"
 EXCEPTION_FILE = "exception.json"

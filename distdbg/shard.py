@@ -24,6 +24,7 @@ from distdbg.identity import Identity
 SEGMENT_BYTES = 4 << 20
 KEEP_BYTES = 128 << 20  # some 2.7 million events: minutes of a large model, hours of a small one
 MAX_NAMES = 500_000
+MAX_STEPS = 1_000_000  # digests of steps: 32 MB
 
 _LAST_RECORDS = 64
 _LAST_WORDS = frozenset({schema.EventKind.EXCEPTION, schema.EventKind.EXIT, schema.EventKind.STOP})
@@ -88,6 +89,8 @@ class ShardWriter:
         self._oldest = 0
         self._spare: tuple[int, _Segment] | None = None
         self._names_fd = -1
+        self._steps_fd = -1
+        self._steps_left = MAX_STEPS
         self._reserve: Path | None = None
         self._last: _Segment | None = None  # what is left to write to when recording had to stop
         try:
@@ -185,6 +188,19 @@ class ShardWriter:
         """Write meta.json again with some entries changed (rank and world size once the group tells them)."""
         self._meta.update(changes)
         self.write_text(schema.META_FILE, json.dumps(self._meta, default=str, indent=1))
+
+    def write_step(self, modules: int, calls: int) -> None:
+        """Append the digest of the step that ends; see schema.STEP_RECORD. Nothing once recording has stopped."""
+        if self._segment is None or self._steps_left <= 0:
+            return
+        self._steps_left -= 1
+        try:
+            if self._steps_fd < 0:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                self._steps_fd = os.open(self.folder / schema.STEPS_FILE, flags, 0o644)
+            os.write(self._steps_fd, schema.STEP_RECORD.pack(self.step, 0, modules, calls, time.monotonic_ns()))
+        except OSError:
+            self._steps_left = 0  # it is evidence for what is no longer kept: recording goes on without
 
     # ---- segments
 
@@ -310,7 +326,7 @@ class ShardWriter:
     def disable(self) -> None:
         """Write nothing any more, silently: in a forked child, whose mappings are the parent's."""
         self._segment = self._last = self._reserve = None
-        self._names_fd = -1
+        self._names_fd = self._steps_fd = -1
         self._lock = threading.RLock()
 
     def close(self) -> None:
@@ -325,6 +341,7 @@ class ShardWriter:
             if self._spare is not None:
                 self._remove(self._spare[0])
                 self._spare = None
-            if self._names_fd >= 0:
-                os.close(self._names_fd)
-                self._names_fd = -1
+            for fd in (self._names_fd, self._steps_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._names_fd = self._steps_fd = -1

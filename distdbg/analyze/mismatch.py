@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from distdbg.analyze.dropped import first_by_digest
 from distdbg.analyze.facts import Facts
 from distdbg.analyze.parting import (
     Parting,
@@ -22,7 +23,9 @@ def find(facts: Facts) -> dict[str, Any] | None:
     """A mismatch before the first visible failure, or None."""
     if not facts.symptom:
         return None
-    found = [p for p in (first_by_group(facts.views, places=True), first_by_role(facts.views, facts.ends)) if p]
+    views = facts.views
+    partings = (first_by_digest(views), first_by_group(views, places=True), first_by_role(views, facts.ends))
+    found = [p for p in partings if p is not None]
     parting = min(found, key=lambda p: (p.step, p.comparison != "role", p.t), default=None)
     if parting is None and _deadlocked(facts):
         parting = first_by_habit(facts.views)
@@ -164,6 +167,10 @@ def _verdict(facts: Facts, parting: Parting, *, silent: bool = False) -> dict[st
 
 def _told(parting: Parting) -> str:
     ours, theirs = parting.ours, parting.theirs
+    if parting.comparison == "digest":
+        return (
+            "issued other collectives than the others; what exactly is not known, since its events are no longer kept"
+        )
     who = "the others issued" if parting.comparison != "habit" else "it issued before"
     mine = f"issued {_call(ours)}" if ours else "issued no call"
     other = _call(theirs) if theirs else "no call"
@@ -191,7 +198,7 @@ def _entry(facts: Facts, parting: Parting, rank: int, origin: Origin | None) -> 
     if item is not None and _left_out(facts, parting, rank, item):
         item = None
     shown = item or parting.theirs
-    fields: dict[str, Any] = {"phase": shown.phase if shown else "loop"}
+    fields: dict[str, Any] = {"phase": shown.phase if shown else "loop" if parting.comparison != "digest" else None}
     if item is not None:
         fields.update(node=item.node, module=item.module, source=item.source.partition(" by ")[0] or None)
         if item.issuer in ("DDP", "join"):
@@ -248,6 +255,8 @@ def _own_item(facts: Facts, parting: Parting, rank: int) -> Item | None:
 
 
 def _origin(facts: Facts, parting: Parting, rank: int) -> Origin | None:
+    if parting.comparison == "digest":
+        return None
     others = [r for side in parting.sides for r in side if r not in parting.culprits and r in facts.views]
     peer = next((r for r in sorted(others) if facts.views[r].parameters == facts.views[rank].parameters), None)
     caught = _caught(facts, parting, rank, others)

@@ -32,7 +32,7 @@ class Parting:
     culprits: tuple[int, ...]  # () where it can't be told who is at fault
     sides: tuple[tuple[int, ...], ...]
     by: str  # majority, habit, unclear
-    comparison: str  # group, role, habit
+    comparison: str  # group, role, habit, digest
     ours: Item | None
     theirs: Item | None
     group_name: str = ""

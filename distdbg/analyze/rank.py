@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from distdbg.analyze.read import Name, Shard
+from distdbg.schema import STEP_FIELDS, STEP_RECORD, STEPS_FILE
 from distdbg.schema import EventKind as K
 
 LOW = 0xFFFFFFFF
@@ -143,6 +144,7 @@ class RankView:
         self.names: Sequence[Name | None] = shard.names
         records = shard.records
         self.offset = int(shard.anchor_unix_ns) - int(shard.anchor_mono_ns)
+        self._until = (1 << 62) if until is None else until
         if until is not None:
             records = records[records["t"] + self.offset <= until]
         self.records = records
@@ -216,6 +218,16 @@ class RankView:
         """The number of steps that have ended (the next one's number)."""
         found = self.of_kind(K.STEP)
         return int(found["step"][-1]) + 1 if len(found) else 0
+
+    @cached_property
+    def digests(self) -> np.ndarray:
+        """schema.STEP_FIELDS of the steps that have ended, by step; also of those whose events are gone."""
+        try:
+            data = (self.shard.folder / STEPS_FILE).read_bytes()
+        except OSError:
+            data = b""
+        found = np.frombuffer(data[: len(data) // STEP_RECORD.size * STEP_RECORD.size], dtype=list(STEP_FIELDS))
+        return found[found["t"] + self.offset <= self._until]
 
     @cached_property
     def last_source(self) -> str:

@@ -191,7 +191,10 @@ def _slow_everywhere(facts: Facts, rank: int, times: dict[int, Times], steps: li
     shared = {r: _core_wait(facts.views[r], during) for r in times}
     known = [value for r, value in shared.items() if r != rank and value is not None]
     own = shared[rank]
-    if own is None or len(known) < len(others) or own - min(known) > lost / 4:
+    if own is None or len(known) < len(others):
+        return None
+    slower = lost - max(0.0, own - median(known))  # what it works longer than they do, once it has a core
+    if slower < max(lost / 3, SHARE * step_ns):
         return None
     return Late(rank, ("", "", ""), during[0], lost, lost / step_ns, waited)
 

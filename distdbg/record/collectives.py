@@ -114,6 +114,7 @@ class Collectives:
         self._signatures: dict[Any, int] = {}
         self._sources: dict[Any, int] = {}
         self._issuers: dict[str, str | None] = {}
+        self._joining = 0  # depth of torch.distributed.algorithms.join, in which ranks differ by design
 
     def attach(self) -> None:
         if not dist.is_available():
@@ -184,6 +185,8 @@ class Collectives:
             group.counts[key] = seq = group.counts.get(key, 0) + 1
         else:
             group.seq = seq = group.seq + 1
+            if not self._joining:
+                self._session.digest.issued(operation, len(group.global_ranks))
         root = group.global_rank(peer) if isinstance(peer, int) and peer >= 0 else -1
         # Splits are part of what must agree in an all_to_all; as text, since their number is the group's size.
         splits = (tuple(args[3]), tuple(args[4])) if operation == "all_to_all" and len(args) > 4 else None
@@ -350,16 +353,18 @@ class Collectives:
     def _wrap_join(self) -> None:
         from torch.distributed.algorithms.join import Join
 
-        session = self._session
+        session, collectives = self._session, self
         enter, leave = Join.__enter__, Join.__exit__
 
         def __enter__(self: Any) -> Any:
             session.emit(Kind.JOIN_BEGIN)
+            collectives._joining += 1
             return enter(self)  # type: ignore[no-untyped-call]
 
         def __exit__(self: Any, *args: Any) -> Any:
             result = leave(self, *args)
             session.emit(Kind.JOIN_END)
+            collectives._joining = max(0, collectives._joining - 1)
             return result
 
         self._patches.set(Join, "__enter__", __enter__)

@@ -86,6 +86,7 @@ class Loop:
     def _advance(self) -> None:
         session = self._session
         session.emit(Kind.STEP)
+        session.digest.step_ended()
         session.writer.step += 1
         if session.state.backwards == 0:
             session.state.modules.clear()

@@ -8,6 +8,7 @@ holds its number.
 
 import functools
 import sys
+import threading
 import weakref
 from bisect import bisect_right
 from typing import Any
@@ -69,6 +70,8 @@ class Modules:
         self._ids: dict[int, tuple[weakref.ref[torch.nn.Module], int]] = {}  # id(module) -> its name's id
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # -> name's id, module's id
         self._parents: dict[int, tuple[weakref.ref[torch.nn.Module], weakref.ref[torch.nn.Module]]] = {}
+        self._texts: dict[int, str] = {}  # a name's id -> the name
+        self._main = threading.main_thread().ident
         self._calls: dict[int, int] = {}
         self._calls_step = -1
         self._handles: list[Any] = []
@@ -147,6 +150,8 @@ class Modules:
         if depth == 1 and torch._C._get_tracing_state() is None:  # jit.trace would take the question into its graph
             size = sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
         session.emit(Kind.FORWARD_BEGIN, module=name, seq=call, a=depth, b=size)
+        if not state.backwards and threading.get_ident() == self._main:
+            session.digest.entered(name, self._texts.get(name, ""))
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -258,7 +263,9 @@ class Modules:
         source = None
         if code is not None and errors.is_user_code(code):
             source = errors.short_source(code.co_filename, code.co_firstlineno)
-        return self._session.intern("module", name, {"class": kind.__name__, "model": model, "source": source})
+        number = self._session.intern("module", name, {"class": kind.__name__, "model": model, "source": source})
+        self._texts[number] = name
+        return number
 
 
 def _shape(parameter: torch.Tensor) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from distdbg import schema
 from distdbg.errors import RecordingError, say
 from distdbg.identity import Identity, identify
 from distdbg.record import errors
+from distdbg.record.digest import StepDigest
 from distdbg.shard import KEEP_BYTES, ShardWriter
 
 Kind = schema.EventKind
@@ -98,6 +99,7 @@ class Session:
     def __post_init__(self) -> None:
         self.emit = self.writer.emit
         self.intern = self.writer.intern
+        self.digest = StepDigest(self.writer)
 
     def intern_error(self, error: BaseException) -> int:
         """The name's id of an exception; what is known of it is written again once its traceback tells more."""
