@@ -1,11 +1,10 @@
-"""PyTorch's Flight Recorder: its dumps (pickles, JSON) -> the calls that each rank issued last, and which of them ended.
+"""PyTorch's Flight Recorder: its dumps (pickles, JSON) -> the calls that each rank issued last, and which ended.
 
 Dumps come from NCCL's watchdog (TORCH_FR_DUMP_TEMP_FILE or TORCH_NCCL_DEBUG_INFO_TEMP_FILE, and the rank), from
 `torch._C._distributed_c10d._dump_fr_trace()`, and from distdbg's own watchdog (`flight-recorder.json` of a shard).
 What the fields mean differs between backends; what this module takes them for is said where it does.
 """
 
-import ast
 import glob
 import json
 import math
@@ -50,7 +49,7 @@ _PHASES = (
     ("/torch/utils/data/", "data"),
     ("/torch/nn/modules/module.py", "forward"),
 )
-_LIBRARY = ("site-packages/", "dist-packages/", "/torch/", "/lib/python3", "<frozen", "<string>")
+_LIBRARY = re.compile(r"site-packages/|dist-packages/|/torch/(distributed|nn|autograd|optim|utils|_)|/lib/python3")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Dump:
 
 
 def own_files(run_dir: Path) -> dict[Path, list[Path]]:
-    """Dumps that lie in a run directory: by their folder; those of distdbg's own watchdog have a shard's folder each."""
+    """Dumps that lie in a run directory, by their folder: a shard's for those of distdbg's own watchdog."""
     found: dict[Path, list[Path]] = {}
     for file in sorted((run_dir / schema.RANKS_FOLDER).glob("*/" + schema.FLIGHT_RECORDER_FILE)):
         found[file.parent] = [file]
@@ -145,12 +144,8 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         return []
-    files = [file for file in path.iterdir() if file.is_file() and file.suffix in _SUFFIXES or _numbered(file)]
+    files = [file for file in path.iterdir() if file.is_file() and (file.suffix in _SUFFIXES or file.suffix[1:].isdigit())]
     return sorted(file for file in files if rank_of(file) is not None and _looks_like_a_dump(file))
-
-
-def _numbered(file: Path) -> bool:
-    return file.is_file() and file.suffix[1:].isdigit()
 
 
 def _looks_like_a_dump(file: Path) -> bool:
@@ -198,8 +193,10 @@ def read_dump(file: Path) -> Dump:
     rank = rank_of(file)
     who = f"{file}{f' (rank {rank})' if rank is not None else ''}"
     found = _load(file, who)
-    if not isinstance(found, dict) or not isinstance(found.get("entries", None if "pg_status" not in found else []), list):
-        raise DumpError(f"{who} is no Flight Recorder dump (no list of entries); leave it out, or give the dumps' prefix")
+    if not isinstance(found, dict) or not isinstance(found.get("entries", [] if "pg_status" in found else None), list):
+        raise DumpError(
+            f"{who} is no Flight Recorder dump (no list of entries); leave it out, or give the dumps' prefix"
+        )
     told = found.get("rank")
     dump = Dump(-1, file, file.stat().st_mtime_ns)
     if isinstance(told, int) and not isinstance(told, bool) and 0 <= told < 10_000_000:
@@ -293,7 +290,7 @@ def _call(rank: int, entry: Any, position: int) -> Call | None:
     group, title = _group(entry.get("process_group"), entry.get("pg_id"))
     op, peer = operation(name)
     p2p = entry.get("is_p2p") is True or op in ("send", "recv")
-    seq = _int(entry.get("p2p_seq_id" if p2p else "collective_seq_id"), -1)
+    seq = _int(entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id")), -1)
     if seq < 0 or seq > 1 << 62:
         return None
     sizes = _sizes(entry.get("input_sizes"))
@@ -355,12 +352,9 @@ def _group(told: Any, pg_id: Any) -> tuple[str, str]:
 
 
 def _ranks(told: Any) -> tuple[int, ...]:
-    """A group's ranks: a list, or the text of one."""
+    """A group's ranks: a list, or the text of one; () where it isn't told."""
     if isinstance(told, str):
-        try:
-            told = ast.literal_eval(told) if len(told) < 1 << 20 else []
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            return ()
+        told = [int(rank) for rank in re.findall(r"\d{1,9}", told)] if re.fullmatch(r"\[[\d, ]*\]", told) else []
     if not isinstance(told, (list, tuple)) or not all(type(rank) is int and 0 <= rank < 10_000_000 for rank in told):
         return ()
     return tuple(told)
@@ -385,18 +379,17 @@ def _signature(sizes: list[list[int]] | None, dtypes: list[str]) -> str:
 
 
 def _where(frames: Any) -> tuple[str | None, str | None]:
-    """(phase, line of the script) of a stack, innermost frame first."""
-    if not isinstance(frames, (list, tuple)) or not frames:
+    """(phase, line of the script) of a stack, innermost frame first; (None, None) where there is no Python in it."""
+    names = [
+        (str(frame.get("filename", "")), frame)
+        for frame in (frames[:1000] if isinstance(frames, (list, tuple)) else ())
+        if isinstance(frame, dict) and str(frame.get("filename", "")).endswith(".py")
+    ]
+    if not names:
         return None, None
-    phase: str | None = None
-    for frame in frames[:500]:
-        if not isinstance(frame, dict):
-            continue
-        filename = str(frame.get("filename", ""))
-        phase = phase or next((name for part, name in _PHASES if part in filename), None)
-        if filename.endswith(".py") and not any(part in filename for part in _LIBRARY):
-            return phase or "collective", f"{filename.rpartition('/')[2]}:{_int(frame.get('line'))}"
-    return phase or "collective", None
+    phase = next((phase for name, _ in names for part, phase in _PHASES if part in name), "collective")
+    user = next(((name, frame) for name, frame in names if not _LIBRARY.search(name)), None)
+    return phase, f"{user[0].rpartition('/')[2]}:{_int(user[1].get('line'))}" if user else None
 
 
 def _int(value: Any, missing: int = 0) -> int:

@@ -7,7 +7,7 @@ at the first other one, and at limits on what a small file can make large.
 
 import struct
 from collections.abc import Callable
-from pickletools import code2op
+from pickletools import opcodes
 from typing import Any
 
 MAX_VALUES = 20_000_000  # a dump of 2,000 collectives has some 300,000
@@ -85,7 +85,7 @@ def loads(data: bytes) -> Any:
             break
         handler = handlers.get(code)
         if handler is None:
-            name = code2op[chr(code)].name if chr(code) in code2op else f"0x{code:02x}"
+            name = next((op.name for op in opcodes if ord(op.code) == code), f"0x{code:02x}")
             raise PickleError(f"holds more than plain values (opcode {name}), and was not read on")
         values += 1
         if values > MAX_VALUES:
@@ -261,4 +261,4 @@ _BY_NAME: dict[str, Callable[[_Reader], None]] = {
     "SETITEM": _set_item,
     "SETITEMS": _set_items,
 }
-_HANDLERS = {ord(op.code): _BY_NAME[op.name] for op in code2op.values() if op.name in _BY_NAME}
+_HANDLERS = {ord(op.code): _BY_NAME[op.name] for op in opcodes if op.name in _BY_NAME}

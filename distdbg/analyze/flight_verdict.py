@@ -1,0 +1,251 @@
+"""A verdict from dumps of the Flight Recorder alone, where there is no shard: less can be known, and less is said.
+
+A dump tells which calls a rank issued, not where it is. So there are four answers: the ranks issued different calls
+(`mismatch`), the waits end at a rank that lives and stands in no call (`stalled`), nothing is unfinished (`healthy`),
+or `unknown`, with what is missing.
+"""
+
+from typing import Any
+
+from distdbg import schema
+from distdbg.analyze.flight import Call, Dump
+from distdbg.analyze.flight_groups import Difference, Flight, Standing
+from distdbg.analyze.waits import names_of, roots
+
+# A call that was under way for less than that when the dump was written is what a running job looks like, too.
+YOUNG_NS = 1_000_000_000
+
+
+def diagnose(dumps: dict[int, Dump], problems: list[str]) -> dict[str, Any]:
+    """The verdict, as in verdict.json. ``problems``: what could not be read."""
+    flight = Flight(dumps)
+    found = _differing(flight) or _swapped(flight)
+    if found is None:
+        found = _waiting(flight) if flight.unfinished else _quiet(flight)
+    told = [f"from Flight Recorder dumps of {names_of(dumps)} alone: no shard of distdbg was there"]
+    if flight.missing:
+        told.append(f"{names_of(flight.missing)}: no dump")
+    confidence = float(found["confidence"]) * (0.8 if flight.missing and found["culprits"] else 1)
+    return {
+        "schema": schema.VERDICT_SCHEMA,
+        "kind": found["kind"],
+        "summary": found["summary"],
+        "cause": found["cause"],
+        "culprits": found["culprits"],
+        "victims": found["victims"],
+        "evidence": [*found["evidence"], *told, *problems],
+        "ruled_out": found.get("ruled_out", []),
+        "confidence": round(confidence, 2),
+        "world_size": flight.world,
+        "attempt": 0,
+        "missing_ranks": sorted(flight.missing),
+    }
+
+
+def _unknown(cause: str, summary: str, evidence: list[str], victims: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "kind": "unknown",
+        "cause": cause,
+        "summary": summary,
+        "culprits": [],
+        "victims": victims,
+        "evidence": evidence,
+        "confidence": 0.3,
+    }
+
+
+# ---- what is said of a rank, here and where a dump stands in for a shard
+
+
+def entry_of(rank: int, call: Call | None, **fields: Any) -> dict[str, Any]:
+    """A culprit's entry with every field of the contract: of a dump, the call and its line at most."""
+    names = ("phase", "node", "module", "parameter", "step", "collective", "group", "error", "signal", "source",
+             "since_s", "node_index", "node_count")  # fmt: skip
+    entry: dict[str, Any] = {"rank": rank, "host": None, "pid": None, **dict.fromkeys(names)}
+    if call is not None:
+        entry.update(phase=call.phase or "collective", collective=call.op, group=call.title, source=call.source)
+    entry.update(fields)
+    return entry
+
+
+def at(call: Call) -> str:
+    """ "all_reduce #17 of default_pg (train.py:12)"."""
+    return call.text + (f" ({call.source})" if call.source else "")
+
+
+def last_of(dump: Dump, group: str) -> str:
+    """What a rank last issued in a group, in words."""
+    found = [call for call in dump.calls if call.group == group]
+    if not found:
+        return f"rank {dump.rank} issued no call of that group"
+    ended = "which ended" if found[-1].finished else "which has not ended"
+    return f"rank {dump.rank}: its last call of that group is {at(found[-1])}, {ended}"
+
+
+def _victims(flight: Flight, culprits: set[int]) -> list[dict[str, Any]]:
+    return [
+        {"rank": rank, "waits_for": sorted({*s.on, *s.unseen}) or sorted(culprits), "in": _in(s.call)}
+        for rank, s in sorted(flight.standing.items())
+        if rank not in culprits
+    ]
+
+
+def _in(call: Call) -> str:
+    return call.text + (f", {call.signature}" if call.signature else "")
+
+
+def _stands(rank: int, standing: Standing) -> str:
+    call = standing.call
+    timed_out = ", and was given up after its timeout" if call.timed_out else ""
+    on = f"; {names_of(standing.on)} had not issued it" if standing.on else ""
+    return f"rank {rank} issued {at(call)}, which had not ended{timed_out}{on}"
+
+
+# ---- the answers
+
+
+def _quiet(flight: Flight) -> dict[str, Any]:
+    uneven = [
+        group
+        for group in flight.groups
+        if group.sure and len({group.issued(rank) for rank in group.members if rank in flight.dumps}) > 1
+    ]
+    undecided = [d.rank for d in flight.dumps.values() if d.calls and d.calls[-1].finished is None]
+    counts = [
+        f"{group.title}: " + ", ".join(f"rank {r} issued {group.issued(r)} calls" for r in sorted(group.streams)[:20])
+        for group in uneven[:3]
+    ]
+    summary = f"no collective was unfinished on {names_of(flight.dumps)}"
+    if flight.missing or undecided or uneven:
+        why = f"no dump of {names_of(flight.missing)}" if flight.missing else "the ranks had not issued equally many"
+        why = f"the dumps of {names_of(undecided)} do not say which calls ended" if undecided else why
+        return _unknown("no call is unfinished", f"{summary}; nobody is named: {why}", counts, [])
+    notes = []
+    difference = flight.first_difference()
+    if difference is not None:
+        notes.append(f"not the same on all ranks, but it ended: {_difference(difference)}")
+    return {
+        "kind": "healthy",
+        "summary": f"nothing wrong in the dumps: {summary}",
+        "cause": "",
+        "culprits": [],
+        "victims": [],
+        "evidence": notes,
+        "confidence": 0.6,
+    }
+
+
+def _difference(found: Difference) -> str:
+    sides = [f"{names_of(side)}" for side in found.sides]
+    mine, theirs = (
+        f"{at(call)}{' of ' + call.signature if call.signature else ''}" for call in (found.ours, found.theirs)
+    )
+    if found.culprits:
+        words = "before it issued" if found.order else "where the others issued"
+        return f"{names_of(found.culprits)} issued {mine} {words} {theirs}"
+    words = "first, where others issued first" if found.order else "against"
+    return f"{' against '.join(sides)}: {mine} {words} {theirs}"
+
+
+def _differing(flight: Flight) -> dict[str, Any] | None:
+    found = flight.first_difference()
+    if found is None or not flight.unfinished or (found.ended and found.only_sizes):
+        return None  # a size that the backend took as it was, and what stands now came later
+    return parted(flight, found, _victims(flight, set(found.culprits)))
+
+
+def _swapped(flight: Flight) -> dict[str, Any] | None:
+    found = flight.first_swap()
+    return None if found is None else parted(flight, found, _victims(flight, set(found.culprits)))
+
+
+def parted(flight: Flight, found: Difference, victims: list[dict[str, Any]]) -> dict[str, Any]:
+    """The verdict over ranks that issued different calls."""
+    told = _difference(found)
+    evidence = [told, *(_stands(rank, s) for rank, s in sorted(flight.standing.items())[:20])]
+    if not found.culprits:
+        return _unknown(
+            "the ranks issue different collectives",
+            f"the ranks part in {found.theirs.text}, and which of them is at fault can't be told: {told}",
+            evidence,
+            victims,
+        )
+    if found.by == "majority":
+        evidence.append(f"{names_of(found.sides[0])} agree with each other")
+    else:
+        evidence.append(f"{names_of(found.culprits)} left the order of calls that it kept before")
+    where = f" at {found.ours.source}" if found.ours.source else ""
+    return {
+        "kind": "mismatch",
+        "cause": told,
+        "summary": f"{names_of(found.culprits)} parted from the others in {found.ours.text}{where}: {told}",
+        "culprits": [entry_of(rank, found.ours) for rank in found.culprits],
+        "victims": victims,
+        "evidence": evidence,
+        "ruled_out": ["a rank that only stands still: the calls themselves differ"],
+        "confidence": (0.8 if found.by == "majority" else 0.6) - (0.2 if found.ended else 0),
+    }
+
+
+def _waiting(flight: Flight) -> dict[str, Any]:
+    standing = flight.standing
+    evidence = [_stands(rank, s) for rank, s in sorted(standing.items())[:20]]
+    victims = _victims(flight, set())
+    ages = [age for s in standing.values() if (age := flight.age(s.call)) is not None]
+    if ages and max(ages) < YOUNG_NS and not any(s.call.timed_out for s in standing.values()):
+        text = f"calls were under way, the longest for {max(ages) / 1e9:.2f} s: a job that runs looks like that, too"
+        return _unknown("calls were under way", text, evidence, victims)
+    blocked = {rank: (*s.on, *s.unseen) for rank, s in standing.items()}
+    ends, cycle = roots(blocked)
+    unseen = {rank for s in standing.values() for rank in s.unseen} - set(standing)
+    if cycle:
+        chain = ", ".join(f"rank {r} waits in {standing[r].call.text} for {names_of(blocked[r])}" for r in cycle)
+        return _unknown("a cycle of waits (deadlock)", f"a deadlock: {chain}", evidence, victims)
+    if unseen & ends:
+        return _unseen(flight, unseen & ends, evidence, victims)
+    lacking = ends - set(standing)
+    if not lacking:
+        calls = ", ".join(sorted({s.call.text for s in standing.values()})[:4])
+        text = f"all ranks issued {calls}, and it did not end: no rank is lacking, look at the network and the devices"
+        return _unknown("a call that all ranks issued did not end", text, evidence, victims)
+    return _lacking(flight, lacking, evidence)
+
+
+def _unseen(flight: Flight, unseen: set[int], evidence: list[str], victims: list[dict[str, Any]]) -> dict[str, Any]:
+    gone, old = unseen - set(flight.dumps), unseen & set(flight.dumps)
+    parts = [f"{names_of(gone)} left no dump"] if gone else []
+    parts += [f"the dump of {names_of(old)} is older than the others', or not whole"] if old else []
+    text = f"the others wait for {names_of(unseen)}: {', '.join(parts)}; look there"
+    return _unknown("the waits end at a rank of which too little is known", text, evidence, victims)
+
+
+def _lacking(flight: Flight, lacking: set[int], evidence: list[str]) -> dict[str, Any]:
+    waits = [s for s in flight.standing.values() if set(s.on) & lacking]
+    call = min((s.call for s in waits), key=lambda call: (call.seq, call.t))
+    group = flight.group_of(call.rank, call)
+    members = len(group.members) if group is not None else 0
+    issued = sum(1 for rank in group.members if group.issued(rank) >= call.seq) if group is not None else 0
+    told = [last_of(flight.dumps[rank], call.group) for rank in sorted(lacking)[:10]]
+    gloo = any("gloo" in flight.dumps[rank].backends for rank in lacking)
+    doubt = ["a dump does not tell a rank that stands still from one that left the call out, or ended later"]
+    if gloo:
+        doubt.append("gloo's dumps hold no send and no recv, so a rank that stands in one looks idle")
+    if (members > 2 and issued * 2 <= members) or (gloo and len(lacking) > 1):
+        text = f"{names_of(lacking)} had not issued {at(call)}, in which {issued} of {members} ranks stand"
+        victims = _victims(flight, set())
+        return _unknown("a call that some ranks issued and others did not", text, evidence + told + doubt, victims)
+    confidence = 0.65 - 0.1 * gloo - 0.1 * (members == 2) - 0.1 * (len(lacking) > 1)
+    verb = "are" if len(lacking) > 1 else "is"
+    return {
+        "kind": "stalled",
+        "cause": f"did not issue {call.text}",
+        "summary": f"{names_of(lacking)} {verb} the one{'s' * (len(lacking) > 1)} that the others wait for: "
+        f"had not issued {at(call)}, and stood in no collective",
+        "culprits": [entry_of(rank, None, collective=call.op, group=call.title) for rank in sorted(lacking)],
+        "victims": _victims(flight, lacking),
+        "evidence": told + evidence + doubt,
+        "ruled_out": [
+            "a mismatch of collectives: the calls that the ranks share are the same, as far as they are kept"
+        ],
+        "confidence": confidence,
+    }
