@@ -139,12 +139,19 @@ def files_at(path: Path) -> list[Path]:
     return found
 
 
+def files_in(folder: Path) -> list[Path]:
+    """The files of a folder that may be dumps: by their names, which tell a rank, and their first bytes."""
+    return _files_of(folder)
+
+
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
         return []
-    files = [file for file in path.iterdir() if file.is_file() and (file.suffix in _SUFFIXES or file.suffix[1:].isdigit())]
+    files = [
+        file for file in path.iterdir() if file.is_file() and (file.suffix in _SUFFIXES or file.suffix[1:].isdigit())
+    ]
     return sorted(file for file in files if rank_of(file) is not None and _looks_like_a_dump(file))
 
 

@@ -5,15 +5,27 @@ A dump tells which calls a rank issued, not where it is. So there are four answe
 or `unknown`, with what is missing.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from distdbg import schema
-from distdbg.analyze.flight import Call, Dump
+from distdbg.analyze.flight import Call, Dump, read_all
 from distdbg.analyze.flight_groups import Difference, Flight, Standing
 from distdbg.analyze.waits import names_of, roots
+from distdbg.errors import DumpError
 
 # A call that was under way for less than that when the dump was written is what a running job looks like, too.
 YOUNG_NS = 1_000_000_000
+
+
+def diagnose_files(files: Sequence[Path], problems: list[str]) -> dict[str, Any]:
+    """The verdict over dumps' files. Raises DumpError where none of them can be read."""
+    told = list(problems)
+    dumps = read_all(files, told)
+    if not dumps:
+        raise DumpError("; ".join(told[:3]) or "no Flight Recorder dump was given")
+    return diagnose(dumps, told)
 
 
 def diagnose(dumps: dict[int, Dump], problems: list[str]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ def find(facts: Facts) -> dict[str, Any] | None:
     ends, cycle = roots(blocked)
     standing = {r for r in ends if (r in facts.views and not facts.ends[r].over) or _terminated_late(facts, r)}
     standing -= set(blocked)
-    unseen = ends & facts.missing
+    unseen = ends & (facts.missing | set(facts.beside.dumps))
     if unseen:
-        return _unseen(facts, unseen)
+        idle = {r for wait in facts.blocked.values() for r in facts.beside.idle(wait)}
+        return _idle(facts, unseen) if unseen <= idle else _unseen(facts, unseen)
     if cycle:
         return _cycle(facts, cycle)
     if not standing:
@@ -134,18 +135,46 @@ def _cause(facts: Facts, entry: dict[str, Any]) -> str:
     return f"does not return from {entry['source']}" if entry["source"] else "does not move"
 
 
+def _idle(facts: Facts, ranks: set[int]) -> dict[str, Any]:
+    """No shard tells where they are, but their Flight Recorder dumps do what they had not issued."""
+    waits = [wait for wait in facts.blocked.values() if set(wait.on) & ranks]
+    first = min(waits, key=lambda wait: wait.item.t)
+    who = facts.names(ranks)
+    verb = "do" if len(ranks) > 1 else "does"
+    fields = {"collective": first.item.op, "group": first.group_name or None}
+    return {
+        "kind": "stalled",
+        "cause": f"did not issue {first.text}",
+        "summary": f"{who} {verb} not move: had not issued {first.text}, and stood in no collective, as the Flight "
+        "Recorder tells",
+        "culprits": [facts.culprit(rank, **fields) for rank in sorted(ranks)],
+        "victims": facts.victims(ranks),
+        "evidence": [f"rank {r} waits in {w.text} for {facts.names(w.on)}" for r, w in sorted(facts.blocked.items())][
+            :40
+        ],
+        "ruled_out": ["a mismatch of collectives: the calls in the dump are those of the others"],
+        "confidence": 0.7 if len(ranks) == 1 else 0.6,
+    }
+
+
 def _unseen(facts: Facts, unseen: set[int]) -> dict[str, Any]:
     who = facts.names(unseen)
     return {
         "kind": "unknown",
         "cause": "the waits end at a rank without a shard",
-        "summary": f"the others wait for {who}, of which nothing was recorded: look there",
+        "summary": f"the others wait for {who}, of which {_little(facts, unseen)}: look there",
         "victims": facts.victims(set()),
         "confidence": 0.4,
         "evidence": [f"rank {r} waits in {w.text} for {facts.names(w.on)}" for r, w in sorted(facts.blocked.items())][
             :40
         ],
     }
+
+
+def _little(facts: Facts, unseen: set[int]) -> str:
+    if not unseen & set(facts.beside.dumps):
+        return "nothing was recorded"
+    return "too little was recorded (a Flight Recorder dump that is older than the call, or not whole)"
 
 
 def _cycle(facts: Facts, cycle: list[int]) -> dict[str, Any]:
