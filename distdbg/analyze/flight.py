@@ -284,7 +284,7 @@ def _join_coalesced(dump: Dump) -> None:
         for position, call in enumerate(calls):
             if call.finished:
                 continue
-            batch = min((b for b in batches if b.group == call.group and b.number > call.number),
+            batch = min((b for b in batches if (b.group, b.p2p) == (call.group, call.p2p) and b.number > call.number),
                         key=lambda b: b.number, default=None)  # fmt: skip
             if batch is not None:
                 calls[position] = Call(**{**call.__dict__, "finished": batch.finished, "timed_out": batch.timed_out})

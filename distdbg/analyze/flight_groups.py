@@ -11,7 +11,7 @@ from functools import cached_property
 from distdbg.analyze.flight import Call, Dump
 
 # Operations that end on no rank before every rank of the group has issued them.
-_ALL_AT_ONCE = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
+ALL_AT_ONCE = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 # Operations whose contributions may differ in size from rank to rank.
 _FREE_SIZES = {"all_to_all", "gather", "scatter", "barrier"}
 
@@ -42,7 +42,7 @@ class Group:
             seq
             for stream in self.streams.values()
             for seq, calls in stream.items()
-            if all(call.finished and call.op in _ALL_AT_ONCE for call in calls)
+            if all(call.finished and call.op in ALL_AT_ONCE for call in calls)
         )
         return max(found, default=0)
 
@@ -145,9 +145,15 @@ class Flight:
         return found
 
     def _ended_elsewhere(self, rank: int, call: Call) -> bool:
-        """Whether a later call of the group has ended on this rank: calls of one group end in order."""
+        """Whether a later call of the group has ended on this rank.
+
+        NCCL's end in order. gloo's need not, but one that all take part in shows that all had issued those before.
+        """
         return any(
-            other.finished and other.group == call.group and other.number > call.number
+            other.finished
+            and (other.backend != "gloo" or other.op in ALL_AT_ONCE)
+            and other.group == call.group
+            and other.number > call.number
             for other in self.dumps[rank].calls
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from distdbg import schema
 from distdbg.analyze.flight import Call, Dump, read_all
-from distdbg.analyze.flight_groups import Difference, Flight, Standing
+from distdbg.analyze.flight_groups import ALL_AT_ONCE, Difference, Flight, Standing
 from distdbg.analyze.waits import names_of, roots
 from distdbg.errors import DumpError
 
@@ -233,7 +233,7 @@ def _unseen(flight: Flight, unseen: set[int], evidence: list[str], victims: list
 
 def _lacking(flight: Flight, lacking: set[int], evidence: list[str]) -> dict[str, Any]:
     waits = [s for s in flight.standing.values() if set(s.on) & lacking]
-    call = min((s.call for s in waits), key=lambda call: (call.seq, call.t))
+    call = min((s.call for s in waits), key=lambda call: call.t)
     group = flight.group_of(call.rank, call)
     members = len(group.members) if group is not None else 0
     issued = sum(1 for rank in group.members if group.issued(rank) >= call.seq) if group is not None else 0
@@ -242,7 +242,8 @@ def _lacking(flight: Flight, lacking: set[int], evidence: list[str]) -> dict[str
     doubt = ["a dump does not tell a rank that stands still from one that left the call out, or ended later"]
     if gloo:
         doubt.append("gloo's dumps hold no send and no recv, so a rank that stands in one looks idle")
-    if (members > 2 and issued * 2 <= members) or (gloo and len(lacking) > 1):
+    several = len(lacking) > 1 and (gloo or call.op not in ALL_AT_ONCE)  # who of them is needed, nobody knows
+    if several or (members > 2 and issued * 2 <= members):
         text = f"{names_of(lacking)} had not issued {at(call)}, in which {issued} of {members} ranks stand"
         victims = _victims(flight, set())
         return _unknown("a call that some ranks issued and others did not", text, evidence + told + doubt, victims)
