@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class Dump:
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by the name of a group, where it is told
     enqueued: dict[str, int] = field(default_factory=dict)  # by pg_id: collectives issued, as the group's status says
     pg_ids: dict[str, str] = field(default_factory=dict)  # name of a group -> pg_id
+    world: int = 1  # at least so many ranks there are
     first: int = 0  # number of the oldest entry that is kept
     gaps: bool = False  # only the unfinished entries were written
     problems: list[str] = field(default_factory=list)
@@ -246,9 +247,9 @@ def _load(file: Path, who: str) -> Any:
 def _fill(dump: Dump, found: dict[Any, Any]) -> None:
     config, status = found.get("pg_config"), found.get("pg_status")
     for key, about in (config if isinstance(config, dict) else {}).items():
-        # gloo keeps all groups under "", the last one made: of no use.
         members = _ranks(about.get("ranks")) if isinstance(about, dict) else ()
-        if members and str(key):
+        dump.world = max([dump.world, *(rank + 1 for rank in members)])
+        if members and str(key):  # gloo keeps all groups under "", so that only the last one made is there
             dump.members[str(key)] = members
     for key, about in (status if isinstance(status, dict) else {}).items():
         if isinstance(about, dict):
@@ -284,10 +285,10 @@ def _join_coalesced(dump: Dump) -> None:
         for position, call in enumerate(calls):
             if call.finished:
                 continue
-            batch = min((b for b in batches if (b.group, b.p2p) == (call.group, call.p2p) and b.number > call.number),
-                        key=lambda b: b.number, default=None)  # fmt: skip
+            later = [b for b in batches if (b.group, b.p2p) == (call.group, call.p2p) and b.number > call.number]
+            batch = min(later, key=lambda b: b.number, default=None)
             if batch is not None:
-                calls[position] = Call(**{**call.__dict__, "finished": batch.finished, "timed_out": batch.timed_out})
+                calls[position] = replace(call, finished=batch.finished, timed_out=batch.timed_out)
 
 
 def _call(rank: int, entry: Any, position: int) -> Call | None:

@@ -89,8 +89,9 @@ class Flight:
 
     def __init__(self, dumps: dict[int, Dump], at_least: int = 1) -> None:
         self.dumps = dumps
-        members = [rank for dump in dumps.values() for ranks in dump.members.values() for rank in ranks]
-        self.world = max([at_least, *(rank + 1 for rank in dumps), *(rank + 1 for rank in members)])
+        self.world = max([at_least, *(rank + 1 for rank in dumps), *(dump.world for dump in dumps.values())])
+        # Whether the dumps tell how many ranks there are, and not just how many left one.
+        self.told = at_least > 1 or any(dump.world > 1 for dump in dumps.values())
 
     @property
     def missing(self) -> set[int]:
@@ -116,7 +117,7 @@ class Flight:
                     ranks = tuple(range(self.world))
                 group = found.get((call.group, ranks))
                 if group is None:
-                    group = found[call.group, ranks] = Group(call.group, call.title, ranks, bool(ranks))
+                    group = found[call.group, ranks] = Group(call.group, call.title, ranks, bool(ranks) and self.told)
                 group.streams.setdefault(rank, {}).setdefault(call.seq, []).append(call)
         for group in found.values():
             group.members = group.members or tuple(sorted(group.streams))

@@ -218,6 +218,9 @@ def _waiting(flight: Flight) -> dict[str, Any]:
     lacking = ends - set(standing)
     if not lacking:
         calls = ", ".join(sorted({s.call.text for s in standing.values()})[:4])
+        if not all(g.sure for s in standing.values() if (g := flight.group_of(s.call.rank, s.call)) is not None):
+            text = f"every rank that left a dump issued {calls}; whether there are more ranks the dumps do not tell"
+            return _unknown("the members of the group are not known", text, evidence, victims)
         text = f"all ranks issued {calls}, and it did not end: no rank is lacking, look at the network and the devices"
         return _unknown("a call that all ranks issued did not end", text, evidence, victims)
     return _lacking(flight, lacking, evidence)
@@ -243,7 +246,8 @@ def _lacking(flight: Flight, lacking: set[int], evidence: list[str]) -> dict[str
     if gloo:
         doubt.append("gloo's dumps hold no send and no recv, so a rank that stands in one looks idle")
     several = len(lacking) > 1 and (gloo or call.op not in ALL_AT_ONCE)  # who of them is needed, nobody knows
-    if several or (members > 2 and issued * 2 <= members):
+    # Half of a group and more: then it may be the others that issued one call too many.
+    if several or (members > 2 and len(lacking & set(group.members if group else ())) * 2 >= members):
         text = f"{names_of(lacking)} had not issued {at(call)}, in which {issued} of {members} ranks stand"
         victims = _victims(flight, set())
         return _unknown("a call that some ranks issued and others did not", text, evidence + told + doubt, victims)
