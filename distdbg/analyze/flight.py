@@ -52,7 +52,7 @@ _PHASES = (
 _LIBRARY = re.compile(r"site-packages/|dist-packages/|/torch/(distributed|nn|autograd|optim|utils|_)|/lib/python3")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One entry of a dump. ``seq`` counts the collectives of the group (or its messages, if ``p2p``) from 1.
 

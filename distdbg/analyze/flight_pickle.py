@@ -14,6 +14,7 @@ MAX_VALUES = 20_000_000  # a dump of 2,000 collectives has some 300,000
 MAX_INT_BYTES = 16
 
 _MARK = object()
+_STOP = 0x2E
 
 
 class PickleError(ValueError):
@@ -22,6 +23,8 @@ class PickleError(ValueError):
 
 class _Reader:
     """The state of one reading: the bytes, the position, the stack, the memo."""
+
+    __slots__ = ("at", "data", "memo", "stack")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -40,7 +43,14 @@ class _Reader:
         return found
 
     def number(self, form: struct.Struct) -> Any:
-        return form.unpack(self.take(form.size))[0]
+        at = self.at
+        self.at = at + form.size
+        return form.unpack_from(self.data, at)[0]
+
+    def byte(self) -> int:
+        at = self.at
+        self.at = at + 1
+        return self.data[at]
 
     # ---- the stack
 
@@ -54,9 +64,9 @@ class _Reader:
         raise PickleError("is damaged (no beginning of a list)")
 
     def pop(self, count: int) -> list[Any]:
-        if count > len(self.stack) or any(value is _MARK for value in self.stack[-count:]):
-            raise PickleError("is damaged (values are missing)")
         found = self.stack[-count:]
+        if len(found) < count or _MARK in found:
+            raise PickleError("is damaged (values are missing)")
         del self.stack[-count:]
         return found
 
@@ -72,28 +82,34 @@ def loads(data: bytes) -> Any:
     Keys of dicts are numbers and text. Raises PickleError for anything else, before making it.
     """
     reader = _Reader(data)
-    handlers = _HANDLERS
-    values = 0
     if data[:1] != b"\x80":
         raise PickleError("is no pickle of protocol 2 or newer")
-    while True:
-        if reader.at >= len(data):
-            raise PickleError("is truncated")
-        code = data[reader.at]
-        reader.at += 1
-        if code == 0x2E:  # STOP
-            break
+    try:
+        _run(reader)
+    except (IndexError, struct.error):
+        raise PickleError("is truncated") from None
+    except KeyError:
+        raise PickleError("is damaged (refers to what is not there)") from None
+    if len(reader.stack) != 1 or reader.stack[0] is _MARK:
+        raise PickleError("is damaged (no single value)")
+    return reader.stack[0]
+
+
+def _run(reader: _Reader) -> None:
+    """Go through the opcodes. Raises IndexError or struct.error where the bytes end too early, KeyError in the memo."""
+    data, handlers = reader.data, _HANDLERS
+    for _ in range(MAX_VALUES):
+        at = reader.at
+        code = data[at]
+        reader.at = at + 1
+        if code == _STOP:
+            return
         handler = handlers.get(code)
         if handler is None:
             name = next((op.name for op in opcodes if ord(op.code) == code), f"0x{code:02x}")
             raise PickleError(f"holds more than plain values (opcode {name}), and was not read on")
-        values += 1
-        if values > MAX_VALUES:
-            raise PickleError(f"holds more than {MAX_VALUES} values")
         handler(reader)
-    if len(reader.stack) != 1 or reader.stack[0] is _MARK:
-        raise PickleError("is damaged (no single value)")
-    return reader.stack[0]
+    raise PickleError(f"holds more than {MAX_VALUES} values")
 
 
 # ---- opcodes
@@ -153,12 +169,13 @@ def _get(form: str) -> Callable[[_Reader], None]:
     index = struct.Struct(form)
 
     def handler(reader: _Reader) -> None:
-        try:
-            reader.stack.append(reader.memo[reader.number(index)])
-        except KeyError:
-            raise PickleError("is damaged (refers to what is not there)") from None
+        reader.stack.append(reader.memo[reader.number(index)])
 
     return handler
+
+
+def _get_short(reader: _Reader) -> None:
+    reader.stack.append(reader.memo[reader.byte()])
 
 
 def _memoize(reader: _Reader) -> None:
@@ -233,7 +250,7 @@ _BY_NAME: dict[str, Callable[[_Reader], None]] = {
     "NEWTRUE": _constant(True),
     "NEWFALSE": _constant(False),
     "BININT": _fixed("<i"),
-    "BININT1": _fixed("<B"),
+    "BININT1": lambda reader: reader.stack.append(reader.byte()),
     "BININT2": _fixed("<H"),
     "BINFLOAT": _fixed(">d"),
     "LONG1": _integer("<B"),
@@ -246,7 +263,7 @@ _BY_NAME: dict[str, Callable[[_Reader], None]] = {
     "BINPUT": _put("<B"),
     "LONG_BINPUT": _put("<I"),
     "MEMOIZE": _memoize,
-    "BINGET": _get("<B"),
+    "BINGET": _get_short,
     "LONG_BINGET": _get("<I"),
     "EMPTY_LIST": _make(list),
     "APPEND": _append,

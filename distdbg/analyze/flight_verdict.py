@@ -120,7 +120,7 @@ def _quiet(flight: Flight) -> dict[str, Any]:
     uneven = [
         group
         for group in flight.groups
-        if group.sure and len({group.issued(rank) for rank in group.members if rank in flight.dumps}) > 1
+        if len({group.issued(rank) for rank in group.members if rank in flight.dumps}) > 1
     ]
     undecided = [d.rank for d in flight.dumps.values() if d.calls and d.calls[-1].finished is None]
     counts = [
