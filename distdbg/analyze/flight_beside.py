@@ -1,6 +1,7 @@
 """Flight Recorder dumps beside shards: in place of one that is missing or stopped, and held against the others.
 
-A rank's dump is trusted as far as its calls line up with the other ranks' shards by group and number.
+A rank's dump is trusted as far as its calls line up with the other ranks' shards by group and number. They need not:
+a shard counts from the start of its recording and counts each part of a coalesced batch, a dump does neither.
 """
 
 import re
@@ -19,6 +20,7 @@ from distdbg.schema import EventKind as K
 
 # Dumps of ranks whose shards are whole are read only to be compared: not where there are very many.
 MAX_COMPARED_BYTES = 32 << 20
+MAX_SHIFT = 40
 _ATTEMPT = re.compile(r"-attempt(\d+)-")
 
 
@@ -31,6 +33,7 @@ class Beside:
     dumps: dict[int, Dump] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     disputed: list[str] = field(default_factory=list)
+    miscounted: bool = False  # a rank that has both counts its calls differently in them
 
     @cached_property
     def shadows(self) -> dict[int, Dump]:
@@ -84,6 +87,7 @@ def beside(run: Run, attempt: int, views: dict[int, RankView], world: int) -> Be
     found = flight.read_all(files, problems) if files else {}
     run.problems += [problem for problem in problems if problem not in run.problems]
     result = Beside(views, world)
+    found = dict(sorted(found.items(), key=lambda pair: pair[0] in needed))  # those that have both tell how to count
     began = min((view.shard.anchor_unix_ns for view in views.values()), default=0)
     for rank, dump in found.items():
         if attempt > 0 and 0 < dump.last_t < began:
@@ -123,7 +127,8 @@ def _stand_in(result: Beside, rank: int, dump: Dump) -> None:
             alike, unlike = _held_against(mine, dump)
             common, odd = common + alike + len(unlike), odd + len(unlike)
     what = "its shard is missing" if rank not in result.views else "its recording had stopped"
-    if common and odd * 2 > common:
+    shifted = any(counts_shifted(mine, dump) for other, mine in result.shadows.items() if other != rank)
+    if result.miscounted or shifted or (common and odd * 2 > common):
         result.notes.append(
             f"rank {rank}: {what}, and the calls in its Flight Recorder dump do not line up with the others' shards; "
             f"{dump.file.name} was not used"
@@ -143,7 +148,8 @@ def _stand_in(result: Beside, rank: int, dump: Dump) -> None:
 def _compare(result: Beside, view: RankView, dump: Dump) -> None:
     mine = result.shadows[view.rank]
     alike, unlike = _held_against(mine, dump)
-    if len(unlike) * 2 > alike + len(unlike):
+    if counts_shifted(mine, dump) or len(unlike) * 2 > alike + len(unlike):
+        result.miscounted = True
         result.notes.append(f"rank {view.rank}: its Flight Recorder dump counts calls in another way than its shard")
         return
     for seen, told in unlike[:3]:
@@ -172,6 +178,36 @@ def _held_against(mine: Dump, dump: Dump) -> tuple[int, list[tuple[Call, Call]]]
         else:
             unlike.append((call, other))
     return alike, unlike
+
+
+def counts_shifted(mine: Dump, dump: Dump) -> bool:
+    """Whether the calls of two ranks (or of one) lie much closer in time if one counts on from another number.
+
+    Sizes and operations would not show it: most jobs repeat themselves.
+    """
+    theirs: dict[str, dict[int, int]] = {}
+    for call in dump.calls:
+        theirs.setdefault(call.group, {})[call.seq] = call.t
+    ours: dict[str, dict[int, int]] = {}
+    for call in mine.calls:
+        ours.setdefault(call.group, {})[call.seq] = call.t
+    for group, times in ours.items():
+        told = theirs.get(group, {})
+        apart = _apart(times, told, 0)
+        if apart is None:
+            continue
+        others = [
+            found for by in range(-MAX_SHIFT, MAX_SHIFT + 1) if by and (found := _apart(times, told, by)) is not None
+        ]
+        if others and min(others) * 4 < apart:
+            return True
+    return False
+
+
+def _apart(times: dict[int, int], told: dict[int, int], by: int) -> float | None:
+    """The mean distance in time of calls with the same number, one side counted on by ``by``; None of too few."""
+    pairs = [abs(told[seq + by] - t) for seq, t in list(times.items())[-300:] if seq + by in told]
+    return sum(pairs) / len(pairs) if len(pairs) >= 3 else None
 
 
 # ---- shards in the shape of dumps, and the other way round

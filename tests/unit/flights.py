@@ -27,12 +27,13 @@ class Recorder:
         backend: str = "nccl",
         groups: dict[str, tuple[str, tuple[int, ...]]] | None = None,
         frames: bool = True,
+        gap_ns: int = 1_000_000,
     ) -> None:
         self.rank, self.backend, self.frames = rank, backend, frames
         self.groups = {"0": ("default_pg", tuple(range(world))), **(groups or {})}
         self.entries: list[dict[str, Any]] = []
         self._seqs: dict[str, int] = {}
-        self.now = BEGIN
+        self.now, self.gap_ns = BEGIN, gap_ns
 
     def call(
         self,
@@ -49,7 +50,7 @@ class Recorder:
         marked: bool = True,
     ) -> "Recorder":
         """Issue a call; ``ended``: it ended, too. ``inside``: a file of torch's around the script's line."""
-        self.now += 1_000_000
+        self.now += self.gap_ns
         key = f"{group} p2p" if p2p else group
         self._seqs[key] = self._seqs.get(key, 0) + 1
         gloo = self.backend == "gloo"

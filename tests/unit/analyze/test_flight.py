@@ -604,7 +604,8 @@ def stuck(run_dir: Path, shown: tuple[int, ...] = (0, 1, 2), world: int = 3) -> 
 
 
 def recorder(rank: int, calls: int = 3, *, stands: bool = False, size: int = 8, world: int = 3) -> Recorder:
-    found = Recorder(rank, world, groups={"world": ("world", tuple(range(world)))})
+    """A dump that fits to the shards: a call every 16 us, as `shards.train` has them."""
+    found = Recorder(rank, world, groups={"world": ("world", tuple(range(world)))}, gap_ns=16_000)
     for _ in range(calls):
         found.call(group="world", size=size)
     if stands:
@@ -668,6 +669,26 @@ def test_a_dump_that_does_not_line_up(run_dir: Path) -> None:
     """Where a dump counts otherwise than the shards it is not used, and that is said."""
     stuck(run_dir, shown=(0, 1))
     recorder(2, size=5).write(run_dir / "flight-recorder-")
+    verdict = diagnose(run_dir)
+    assert named(verdict) == ("unknown", [])
+    assert any("do not line up" in line for line in verdict["evidence"])
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_dump_that_counts_from_another_start(run_dir: Path, both: bool) -> None:
+    """Where recording began after some calls, equal numbers are other calls, and the dump is not used."""
+    ranks = shards.job(run_dir, 3)
+    shards.train(ranks, 12)
+    for rank in ranks:
+        rank.call().wait().sleep(10).beat()
+    launcher(run_dir, {"event": "stall", "at": 9.0})
+    for file in ranks[2].writer.folder.iterdir():
+        file.unlink()
+    for number in (0, 2) if both else (2,):
+        found = recorder(number, 10)
+        for entry in found.entries:  # of the same moments, two numbers less
+            entry["time_created_ns"] += 2 * 16_000
+        found.write(run_dir / "flight-recorder-")
     verdict = diagnose(run_dir)
     assert named(verdict) == ("unknown", [])
     assert any("do not line up" in line for line in verdict["evidence"])
