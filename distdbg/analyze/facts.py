@@ -122,7 +122,8 @@ class Facts:
                 failure is None and end.how != "left" and waits_module.blocked_in_wait(self.views[rank], end)
             ):
                 found[rank] = self._foremost(pending)
-        return {**found, **self.beside.waits()}
+        told = self.beside.waits()
+        return {**found, **{r: wait for r, wait in told.items() if r not in self.ends or self.ends[r].how != "left"}}
 
     def _foremost(self, pending: list[Wait]) -> Wait:
         """The oldest pending call; the newest where all of them wait for ranks without a shard.

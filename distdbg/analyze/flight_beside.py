@@ -127,6 +127,9 @@ def _stand_in(result: Beside, rank: int, dump: Dump) -> None:
             alike, unlike = _held_against(mine, dump)
             common, odd = common + alike + len(unlike), odd + len(unlike)
     what = "its shard is missing" if rank not in result.views else "its recording had stopped"
+    if any(_went_on(view, dump) for view in result.views.values() if view.rank != rank):
+        result.notes.append(f"rank {rank}: {what}, and the job went on after its Flight Recorder dump; it was not used")
+        return
     shifted = any(counts_shifted(mine, dump) for other, mine in result.shadows.items() if other != rank)
     if result.miscounted or shifted or (common and odd * 2 > common):
         result.notes.append(
@@ -143,6 +146,18 @@ def _stand_in(result: Beside, rank: int, dump: Dump) -> None:
         else "it holds no call"
     )
     result.notes.append(f"rank {rank}: {what}; its Flight Recorder dump stands in for it: {said}")
+
+
+def _went_on(view: RankView, dump: Dump) -> bool:
+    """Whether a rank did more after a dump than it can have done while it waited for the dump's rank.
+
+    A dump is left behind by a stall that recovered, too. Files' times may be those of a copy, so steps count as well.
+    """
+    called = max((item.t for item in view.items), default=0)
+    if dump.taken >= dump.last_t and called > dump.taken + 1_000_000_000:
+        return True
+    steps = view.of_kind(K.STEP)
+    return bool(dump.last_t) and int((steps["t"] + view.offset > dump.last_t).sum()) >= 2
 
 
 def _compare(result: Beside, view: RankView, dump: Dump) -> None:

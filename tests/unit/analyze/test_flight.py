@@ -720,6 +720,26 @@ def test_dumps_beside_a_healthy_run(run_dir: Path) -> None:
     assert named(diagnose(run_dir)) == ("healthy", [])
 
 
+def test_a_dump_of_a_stall_that_recovered(run_dir: Path) -> None:
+    """Dumps of ranks without shards that were taken long before the end blame nobody in a run that ended well."""
+    ranks = shards.job(run_dir, 4)
+    shards.train(ranks, 8)
+    for rank in ranks:
+        rank.leave()
+    launcher(
+        run_dir,
+        *({"event": "worker_start", "rank": rank} for rank in range(4)),
+        *({"event": "worker_exit", "at": 1.0, "rank": r, "attempt": 0, "exit_code": 0, "order": r} for r in range(4)),
+    )
+    for number, stands in ((2, False), (3, True)):
+        for file in ranks[number].writer.folder.iterdir():
+            file.unlink()
+        recorder(number, stands=stands, world=4).write(run_dir / "flight-recorder-")
+    verdict = diagnose(run_dir)
+    assert verdict["kind"] in ("healthy", "unknown")
+    assert any("the job went on after its Flight Recorder dump" in line for line in verdict["evidence"])
+
+
 def test_a_stopped_recording(run_dir: Path) -> None:
     """A shard that stopped says nothing of later calls: the dump shows that the rank waits like the others."""
     ranks = shards.job(run_dir, 3)
