@@ -19,9 +19,11 @@ from distdbg.analyze import flight_pickle
 from distdbg.errors import DumpError
 
 MAX_DUMP_BYTES = 256 << 20
+MAX_RANKS = 200_000  # a larger number in a name is a date or the like
 PREFIX = "flight-recorder"
 _RANK = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(\d+)\D*$")
+MAX_DIMENSIONS = 64  # torch's own limit
 _SUFFIXES = ("", ".json", ".pickle", ".pkl", ".bin", ".dump", ".trace")
 # torch's C++ names of types, where they are not the Python ones in lower case.
 _DTYPES = {
@@ -170,7 +172,7 @@ def rank_of(file: Path) -> int | None:
     """The rank that a file's name tells: after "rank", else its last number; for a shard's file the folder's."""
     for text in (file.name, file.parent.name if file.name == schema.FLIGHT_RECORDER_FILE else ""):
         found = _RANK.search(text) or _LAST_NUMBER.search(text.removesuffix(".json"))
-        if found and int(found.group(1)) < 10_000_000:
+        if found and int(found.group(1)) < MAX_RANKS:
             return int(found.group(1))
     return None
 
@@ -207,7 +209,7 @@ def read_dump(file: Path) -> Dump:
         )
     told = found.get("rank")
     dump = Dump(-1, file, file.stat().st_mtime_ns)
-    if isinstance(told, int) and not isinstance(told, bool) and 0 <= told < 10_000_000:
+    if isinstance(told, int) and not isinstance(told, bool) and 0 <= told < MAX_RANKS:
         if rank is not None and rank != told:
             dump.problems.append(f"{file}: it says that it is of rank {told}, its name says {rank}; taken for {told}")
         rank = told
@@ -294,7 +296,7 @@ def _join_coalesced(dump: Dump) -> None:
 def _call(rank: int, entry: Any, position: int) -> Call | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("profiling_name"), str):
         return None
-    backend, _, name = entry["profiling_name"][:200].rpartition(":")
+    backend, _, name = _text(entry["profiling_name"]).rpartition(":")
     group, title = _group(entry.get("process_group"), entry.get("pg_id"))
     op, peer = operation(name)
     p2p = entry.get("is_p2p") is True or op in ("send", "recv")
@@ -353,8 +355,9 @@ def operation(name: str) -> tuple[str, int | None]:
 
 def _group(told: Any, pg_id: Any) -> tuple[str, str]:
     """(name, title) of a process group; the title as a shard has it."""
-    parts = [str(part) for part in told[:2]] if isinstance(told, (list, tuple)) else [str(told if told else "")]
-    name, desc = parts[0] or str(pg_id), parts[1] if len(parts) > 1 else ""
+    parts = [_text(part) for part in told[:2]] if isinstance(told, (list, tuple)) else [_text(told or "")]
+    name, desc = [*parts, "", ""][:2]
+    name = name or _text(pg_id)
     title = desc if desc not in ("", "undefined") else f"group {name}"
     return name, title if name == "0" or desc == "default_pg" else f"{title}#{name}"
 
@@ -363,7 +366,7 @@ def _ranks(told: Any) -> tuple[int, ...]:
     """A group's ranks: a list, or the text of one; () where it isn't told."""
     if isinstance(told, str):
         told = [int(rank) for rank in re.findall(r"\d{1,9}", told)] if re.fullmatch(r"\[[\d, ]*\]", told) else []
-    if not isinstance(told, (list, tuple)) or not all(type(rank) is int and 0 <= rank < 10_000_000 for rank in told):
+    if not isinstance(told, (list, tuple)) or not all(type(rank) is int and 0 <= rank < MAX_RANKS for rank in told):
         return ()
     return tuple(told)
 
@@ -371,12 +374,14 @@ def _ranks(told: Any) -> tuple[int, ...]:
 def _sizes(told: Any) -> list[list[int]] | None:
     if not isinstance(told, (list, tuple)):
         return None
-    found = [[n for n in size if type(n) is int] for size in told if isinstance(size, (list, tuple))]
+    found = [
+        [n for n in s if type(n) is int] for s in told if isinstance(s, (list, tuple)) and len(s) <= MAX_DIMENSIONS
+    ]
     return found if len(found) == len(told) else None
 
 
 def _dtypes(told: Any) -> list[str]:
-    names = [str(name) for name in told if isinstance(name, str)] if isinstance(told, (list, tuple)) else []
+    names = [_text(name, 50) for name in told if isinstance(name, str)] if isinstance(told, (list, tuple)) else []
     return [_DTYPES.get(name, name.removeprefix("torch.").lower()) for name in names]
 
 
@@ -389,7 +394,7 @@ def _signature(sizes: list[list[int]] | None, dtypes: list[str]) -> str:
 def _where(frames: Any) -> tuple[str | None, str | None]:
     """(phase, line of the script) of a stack, innermost frame first; (None, None) where there is no Python in it."""
     names = [
-        (str(frame.get("filename", "")), frame)
+        (_text(str(frame.get("filename", ""))[-200:]), frame)
         for frame in (frames[:1000] if isinstance(frames, (list, tuple)) else ())
         if isinstance(frame, dict) and str(frame.get("filename", "")).endswith(".py")
     ]
@@ -398,6 +403,11 @@ def _where(frames: Any) -> tuple[str | None, str | None]:
     phase = next((phase for name, _ in names for part, phase in _PHASES if part in name), "collective")
     user = next(((name, frame) for name, frame in names if not _LIBRARY.search(name)), None)
     return phase, f"{user[0].rpartition('/')[2]}:{_int(user[1].get('line'))}" if user else None
+
+
+def _text(value: Any, limit: int = 200) -> str:
+    """Text that any stream can print; JSON may hold half a surrogate pair."""
+    return str(value)[:limit].encode("utf-8", "replace").decode("utf-8")
 
 
 def _int(value: Any, missing: int = 0) -> int:

@@ -160,10 +160,16 @@ class Flight:
 
     @cached_property
     def standing(self) -> dict[int, Standing]:
-        """By rank the call it stands in: the first for which somebody is lacking, else the first."""
+        """By rank the call it stands in: of the first of each group the one for which somebody is lacking, if any.
+
+        Later calls of a group count for nothing: the host runs ahead of the device, on each rank as far as it may.
+        """
         found = {}
         for rank, calls in self.unfinished.items():
-            all_of_it = [self._standing(rank, call) for call in calls]
+            firsts: dict[tuple[str, bool], Call] = {}
+            for call in calls:
+                firsts.setdefault((call.group, call.p2p), call)
+            all_of_it = [self._standing(rank, call) for call in firsts.values()]
             found[rank] = next((s for s in all_of_it if s.on), None) or next(
                 (s for s in all_of_it if s.unseen), all_of_it[0]
             )

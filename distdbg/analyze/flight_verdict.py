@@ -217,7 +217,7 @@ def _waiting(flight: Flight) -> dict[str, Any]:
         return _unseen(flight, unseen & ends, evidence, victims)
     lacking = ends - set(standing)
     if not lacking:
-        calls = ", ".join(sorted({s.call.text for s in standing.values()})[:4])
+        calls = ", ".join(sorted({standing[rank].call.text for rank in ends & set(standing)})[:4])
         if not all(g.sure for s in standing.values() if (g := flight.group_of(s.call.rank, s.call)) is not None):
             text = f"every rank that left a dump issued {calls}; whether there are more ranks the dumps do not tell"
             return _unknown("the members of the group are not known", text, evidence, victims)

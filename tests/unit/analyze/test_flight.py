@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import pickletools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from distdbg.analyze.flight import files_at, operation, read_all, read_dump
 from distdbg.analyze.verdict import diagnose
 from distdbg.cli.diagnose import main
 from distdbg.errors import DistdbgError, DumpError, RunDirError
+from distdbg.report import terminal
 from distdbg.schema import EventKind as K
 from tests.unit import shards
 from tests.unit.flights import BEGIN, SECOND, TAKEN, Recorder, job, train
@@ -268,6 +270,33 @@ def test_phases_come_from_the_stack(tmp_path: Path) -> None:
     calls = read_dump(rank.write(tmp_path / "d_")).calls
     assert [call.phase for call in calls] == ["collective", "backward", "forward", "optimizer"]
     assert {call.source for call in calls} == {"train.py:12"}
+
+
+def test_damaged_dumps_end_in_a_verdict_or_an_error(tmp_path: Path) -> None:
+    """Dumps with bytes changed at random never end in another exception than the project's own."""
+    chance = random.Random(7)
+    ranks = job(3, groups={"1": ("tp", (0, 1))})
+    train(ranks, 3)
+    ranks[0].call("send 0->1", p2p=True).call(group="1").call(ended=False)
+    whole = [pickle.dumps(rank.dump(), 2) for rank in ranks] + [json.dumps(rank.dump()).encode() for rank in ranks]
+    for _ in range(150):
+        for rank in range(3):
+            data = bytearray(chance.choice((whole[rank], whole[rank + 3])))
+            for _ in range(chance.randint(1, 4)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            (tmp_path / f"d_{rank}").write_bytes(data)
+        try:
+            terminal.render(diagnose(tmp_path)).encode()
+        except DistdbgError:
+            continue
+
+
+def test_half_a_surrogate_pair(tmp_path: Path) -> None:
+    """What no stream can print is replaced."""
+    rank = Recorder(0, 1).call(ended=False)
+    text = json.dumps(rank.dump()).replace("default_pg", "\\ud800").replace("train.py", "\\udfff.py")
+    (tmp_path / "d_0").write_text(text)
+    json.dumps(diagnose(tmp_path), ensure_ascii=False).encode()
 
 
 # ---- verdicts from dumps alone
@@ -526,6 +555,19 @@ def test_a_call_that_all_issued(tmp_path: Path) -> None:
     verdict = diagnose(tmp_path / "d")
     assert named(verdict) == ("unknown", [])
     assert "no rank is lacking" in verdict["summary"]
+
+
+def test_hosts_that_ran_ahead(tmp_path: Path) -> None:
+    """All issued #6 and it does not end; that one rank's host issued fewer of the calls behind it is no fault."""
+    ranks = job(3)
+    train(ranks, 5)
+    for rank in ranks:
+        for _ in range(4 - rank.rank):
+            rank.call(ended=False)
+    write(ranks, tmp_path / "d")
+    verdict = diagnose(tmp_path / "d")
+    assert named(verdict) == ("unknown", [])
+    assert "all ranks issued all_reduce #6 of default_pg" in verdict["summary"]
 
 
 def test_waits_through_two_groups(tmp_path: Path) -> None:
