@@ -278,19 +278,22 @@ def _fill(dump: Dump, found: dict[Any, Any]) -> None:
 
 def _join_coalesced(dump: Dump) -> None:
     """Parts of a coalesced batch are never marked as ended; the batch's own entry, which follows them, is."""
-    batches = [call for call in (*dump.calls, *dump.messages) if call.op == "coalesced"]
-    dump.calls = [call for call in dump.calls if call.op != "coalesced"]
-    dump.messages = [call for call in dump.messages if call.op != "coalesced"]
-    if not batches:
-        return
-    for calls in (dump.calls, dump.messages):
-        for position, call in enumerate(calls):
-            if call.finished:
-                continue
-            later = [b for b in batches if (b.group, b.p2p) == (call.group, call.p2p) and b.number > call.number]
-            batch = min(later, key=lambda b: b.number, default=None)
-            if batch is not None:
-                calls[position] = replace(call, finished=batch.finished, timed_out=batch.timed_out)
+    following: dict[str, Call] = {}  # by group, the batch that the calls before it may be parts of
+    parts: dict[str, bool] = {}  # by group, whether these are messages
+    kept: list[Call] = []
+    for call in sorted((*dump.calls, *dump.messages), key=lambda call: call.number, reverse=True):
+        if call.op == "coalesced":
+            following[call.group] = call
+            parts.pop(call.group, None)
+            continue
+        batch = following.get(call.group)
+        if batch is not None and parts.setdefault(call.group, call.p2p) != call.p2p:
+            del following[call.group]  # a batch has only collectives or only messages
+            batch = None
+        ended = batch is not None and not call.finished
+        kept.append(replace(call, finished=batch.finished, timed_out=batch.timed_out) if batch and ended else call)
+    dump.calls = [call for call in reversed(kept) if not call.p2p]
+    dump.messages = [call for call in reversed(kept) if call.p2p]
 
 
 def _call(rank: int, entry: Any, position: int) -> Call | None:
@@ -332,7 +335,7 @@ def _ended(entry: dict[Any, Any], backend: str) -> tuple[bool | None, bool]:
     """(whether the call ended, whether it timed out).
 
     NCCL keeps `state`, and gives up (retires) a call that timed out without its being completed. gloo leaves `state`
-    at "scheduled" for ever and retires what ended.
+    at "scheduled" for ever and retires what ended, or failed.
     """
     state, retired = entry.get("state"), entry.get("retired")
     if state == "completed":

@@ -11,7 +11,7 @@ from typing import Any
 
 from distdbg import schema
 from distdbg.analyze.flight import Call, Dump, read_all
-from distdbg.analyze.flight_groups import ALL_AT_ONCE, Difference, Flight, Standing
+from distdbg.analyze.flight_groups import ALL_AT_ONCE, Difference, Flight, Group, Standing
 from distdbg.analyze.waits import names_of, roots
 from distdbg.errors import DumpError
 
@@ -129,7 +129,9 @@ def _quiet(flight: Flight) -> dict[str, Any]:
     ]
     summary = f"no collective was unfinished on {names_of(flight.dumps)}"
     if flight.missing or undecided or uneven:
-        why = f"no dump of {names_of(flight.missing)}" if flight.missing else "the ranks had not issued equally many"
+        why = (
+            f"no dump of {names_of(flight.missing)}" if flight.missing else _uneven(flight, uneven[0]) if uneven else ""
+        )
         why = f"the dumps of {names_of(undecided)} do not say which calls ended" if undecided else why
         return _unknown("no call is unfinished", f"{summary}; nobody is named: {why}", counts, [])
     notes = []
@@ -145,6 +147,16 @@ def _quiet(flight: Flight) -> dict[str, Any]:
         "evidence": notes,
         "confidence": 0.6,
     }
+
+
+def _uneven(flight: Flight, group: Group) -> str:
+    most = max(group.issued(rank) for rank in group.members)
+    fewer = [rank for rank in group.members if rank in flight.dumps and group.issued(rank) < most]
+    call = next(calls[-1] for stream in group.streams.values() for seq, calls in stream.items() if seq == most)
+    text = f"{names_of(fewer)} had not issued {at(call)}"
+    if call.backend == "gloo":
+        return text + ", which ended or failed on the others: gloo's dumps do not tell which"
+    return text + ": an older dump, or a rank that went no further"
 
 
 def _difference(found: Difference) -> str:

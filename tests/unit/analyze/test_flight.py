@@ -614,6 +614,32 @@ def test_gloo_says_retired(tmp_path: Path) -> None:
     assert any("no send and no recv" in line for line in verdict["evidence"])
 
 
+def test_gloo_retires_what_failed_too(tmp_path: Path) -> None:
+    """After a timeout nothing is unfinished on gloo: the rank that lacks the call is told, and not blamed."""
+    ranks = job(3, backend="gloo")
+    train(ranks, 3)
+    for rank in (ranks[0], ranks[2]):
+        rank.call()
+    write(ranks, tmp_path / "d")
+    verdict = diagnose(tmp_path / "d")
+    assert named(verdict) == ("unknown", [])
+    assert (
+        "rank 1 had not issued all_reduce #4 of default_pg (train.py:12), which ended or failed" in verdict["summary"]
+    )
+
+
+def test_batches(tmp_path: Path) -> None:
+    """The parts of a batch ended when it did; a call before it, or a batch of the other kind, is left alone."""
+    rank = Recorder(0, 2).call(ended=False)
+    rank.call("send 0->1", p2p=True, ended=False, marked=False).call("recv 0<-1", p2p=True, ended=False, marked=False)
+    rank.call("coalesced", p2p=True)
+    dump = read_dump(rank.write(tmp_path / "d_"))
+    assert [call.finished for call in dump.calls] == [False]
+    assert [call.finished for call in dump.messages] == [True, True]
+    rank = Recorder(0, 2).call("all_gather", ended=False, marked=False).call("coalesced").call(ended=False)
+    assert [call.finished for call in read_dump(rank.write(tmp_path / "d_")).calls] == [True, False]
+
+
 def test_groups_that_share_a_name(tmp_path: Path) -> None:
     """Two groups of one name, as a split of a group makes them, are two; one waits and the other has ended."""
     ranks = [Recorder(rank, 4, groups={"9": ("split", (0, 1) if rank < 2 else (2, 3))}) for rank in range(4)]
