@@ -671,9 +671,12 @@ def stuck(run_dir: Path, shown: tuple[int, ...] = (0, 1, 2), world: int = 3) -> 
             rank.writer.folder.rmdir()
 
 
-def recorder(rank: int, calls: int = 3, *, stands: bool = False, size: int = 8, world: int = 3) -> Recorder:
+def recorder(
+    rank: int, calls: int = 3, *, stands: bool = False, size: int = 8, world: int = 3, backend: str = "nccl"
+) -> Recorder:
     """A dump that fits to the shards: a call every 16 us, as `shards.train` has them."""
-    found = Recorder(rank, world, groups={"world": ("world", tuple(range(world)))}, gap_ns=16_000)
+    groups = {"world": ("world", tuple(range(world)))}
+    found = Recorder(rank, world, groups=groups, gap_ns=16_000, backend=backend)
     for _ in range(calls):
         found.call(group="world", size=size)
     if stands:
@@ -715,6 +718,21 @@ def test_a_dump_shows_that_the_unseen_rank_waits_too(run_dir: Path) -> None:
     verdict = diagnose(run_dir)
     assert named(verdict) == ("stalled", [2])
     assert [victim["rank"] for victim in verdict["victims"]] == [0, 1]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_job_that_sends_messages(run_dir: Path, backend: str) -> None:
+    """gloo's dumps hold no messages, so a rank that stands in no collective may stand in one: nobody is named."""
+    ranks = shards.job(run_dir, 3)
+    shards.train(ranks)
+    ranks[0].call("send", peer=1, tag=0)
+    for rank in ranks[:2]:
+        rank.call().wait().sleep(10).beat()
+    launcher(run_dir, {"event": "stall", "at": 9.0})
+    for file in ranks[2].writer.folder.iterdir():
+        file.unlink()
+    recorder(2, backend=backend).write(run_dir / "flight-recorder-")
+    assert named(diagnose(run_dir)) == (("unknown", []) if backend == "gloo" else ("stalled", [2]))
 
 
 def test_a_dump_whose_call_has_another_size(run_dir: Path) -> None:
