@@ -174,7 +174,7 @@ def _unseen(facts: Facts, unseen: set[int]) -> dict[str, Any]:
 def _little(facts: Facts, unseen: set[int]) -> str:
     if not unseen & set(facts.beside.dumps):
         return "nothing was recorded"
-    return "too little was recorded (a Flight Recorder dump that is older than the call, or not whole)"
+    return "too little was recorded, its Flight Recorder dump included"
 
 
 def _cycle(facts: Facts, cycle: list[int]) -> dict[str, Any]:
