@@ -98,6 +98,7 @@ class Dump:
     pg_ids: dict[str, str] = field(default_factory=dict)  # name of a group -> pg_id
     world: int = 1  # at least so many ranks there are
     first: int = 0  # number of the oldest entry that is kept
+    messaging: bool = False  # sent or received messages, held or not: gloo's dumps do not hold them
     gaps: bool = False  # only the unfinished entries were written
     problems: list[str] = field(default_factory=list)
 
@@ -266,6 +267,8 @@ def _fill(dump: Dump, found: dict[Any, Any]) -> None:
         numbers.append(call.number)
         dump.pg_ids.setdefault(call.group, str(entry.get("pg_id", "")))
         (dump.messages if call.p2p else dump.calls).append(call)
+        # `op_id` counts the messages of a group, too; of NCCL's batches it counts each part.
+        dump.messaging |= call.p2p or (call.backend == "gloo" and _int(entry.get("op_id")) > call.seq)
     if numbers:
         dump.first = min(numbers)
         dump.gaps = len(numbers) + bad < max(numbers) - dump.first + 1

@@ -6,7 +6,7 @@ a shard counts from the start of its recording and counts each part of a coalesc
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -43,7 +43,8 @@ class Beside:
     def all(self) -> Flight:
         """The dumps and, in the shape of dumps, what the other ranks' shards hold."""
         found = {rank: dump for rank, dump in self.shadows.items() if rank not in self.dumps}
-        return Flight({**found, **self.dumps}, self.world)
+        scattered = {(c.group, c.seq) for dump in found.values() for c in dump.calls if c.op == "reduce_scatter"}
+        return Flight({**found, **{rank: _as_shards(dump, scattered) for rank, dump in self.dumps.items()}}, self.world)
 
     def issued(self) -> dict[str, dict[int, int]]:
         """By name of a group and rank: the number of its last call, of ranks with a dump in place of a shard."""
@@ -187,6 +188,17 @@ def _compare(result: Beside, view: RankView, dump: Dump) -> None:
         )
 
 
+def _as_shards(dump: Dump, scattered: set[tuple[str, int]]) -> Dump:
+    """A dump with its reduce_scatters as shards have them: of no known size, and on gloo not shown as all_reduce."""
+    calls = []
+    for call in dump.calls:
+        hidden = call.backend == "gloo" and call.op == "all_reduce" and (call.group, call.seq) in scattered
+        if hidden or call.op == "reduce_scatter":
+            call = replace(call, op="reduce_scatter", numel=None)
+        calls.append(call)
+    return replace(dump, calls=calls)
+
+
 def _held_against(mine: Dump, dump: Dump) -> tuple[int, list[tuple[Call, Call]]]:
     """(number of calls that are the same in both, those that are not)."""
     told = {(call.group, call.seq): call for call in dump.calls}
@@ -252,7 +264,7 @@ def shadow(view: RankView) -> Dump:
                 op=item.op,
                 p2p=False,
                 peer=None,
-                numel=item.about.get("numel"),
+                numel=item.about.get("numel") if item.op != "reduce_scatter" else None,
                 dtypes=tuple(item.about.get("dtypes", ())),
                 signature=item.signature,
                 finished=None,

@@ -122,17 +122,13 @@ def _quiet(flight: Flight) -> dict[str, Any]:
         for group in flight.groups
         if len({group.issued(rank) for rank in group.members if rank in flight.dumps}) > 1
     ]
-    undecided = [d.rank for d in flight.dumps.values() if d.calls and d.calls[-1].finished is None]
     counts = [
         f"{group.title}: " + ", ".join(f"rank {r} issued {group.issued(r)} calls" for r in sorted(group.streams)[:20])
         for group in uneven[:3]
     ]
     summary = f"no collective was unfinished on {names_of(flight.dumps)}"
-    if flight.missing or undecided or uneven:
-        why = (
-            f"no dump of {names_of(flight.missing)}" if flight.missing else _uneven(flight, uneven[0]) if uneven else ""
-        )
-        why = f"the dumps of {names_of(undecided)} do not say which calls ended" if undecided else why
+    why = _not_healthy(flight, uneven)
+    if why:
         return _unknown("no call is unfinished", f"{summary}; nobody is named: {why}", counts, [])
     notes = []
     difference = flight.first_difference()
@@ -147,6 +143,20 @@ def _quiet(flight: Flight) -> dict[str, Any]:
         "evidence": notes,
         "confidence": 0.6,
     }
+
+
+def _not_healthy(flight: Flight, uneven: list[Group]) -> str:
+    """Why dumps in which nothing is unfinished do not show that all is well; "" if they do."""
+    dumps = flight.dumps.values()
+    if flight.missing:
+        return f"no dump of {names_of(flight.missing)}"
+    if undecided := [dump.rank for dump in dumps if dump.calls and dump.calls[-1].finished is None]:
+        return f"the dumps of {names_of(undecided)} do not say which calls ended"
+    if empty := [dump.rank for dump in dumps if not dump.calls and not dump.messages]:
+        return f"the dumps of {names_of(empty)} hold no call"
+    if unheld := [dump.rank for dump in dumps if dump.messaging and "gloo" in dump.backends]:
+        return f"{names_of(unheld)} sent or received messages, which gloo's dumps do not hold"
+    return _uneven(flight, uneven[0]) if uneven else ""
 
 
 def _uneven(flight: Flight, group: Group) -> str:
@@ -255,11 +265,14 @@ def _lacking(flight: Flight, lacking: set[int], evidence: list[str]) -> dict[str
     told = [last_of(flight.dumps[rank], call.group) for rank in sorted(lacking)[:10]]
     gloo = any("gloo" in flight.dumps[rank].backends for rank in lacking)
     doubt = ["a dump does not tell a rank that stands still from one that left the call out, or ended later"]
-    if gloo:
+    unheld = gloo and any(flight.dumps[rank].messaging for rank in lacking)
+    if unheld:
+        doubt.append("gloo's dumps do not hold messages, of which there were some: it may stand in one")
+    elif gloo:
         doubt.append("gloo's dumps hold no send and no recv, so a rank that stands in one looks idle")
     several = len(lacking) > 1 and (gloo or call.op not in ALL_AT_ONCE)  # who of them is needed, nobody knows
     # Half of a group and more: then it may be the others that issued one call too many.
-    if several or (members > 2 and len(lacking & set(group.members if group else ())) * 2 >= members):
+    if unheld or several or (members > 2 and len(lacking & set(group.members if group else ())) * 2 >= members):
         text = f"{names_of(lacking)} had not issued {at(call)}, in which {issued} of {members} ranks stand"
         victims = _victims(flight, set())
         return _unknown("a call that some ranks issued and others did not", text, evidence + told + doubt, victims)

@@ -22,6 +22,8 @@ def find(facts: Facts) -> dict[str, Any] | None:
         return _idle(facts, unseen) if unseen <= idle else _unseen(facts, unseen)
     if cycle:
         return _cycle(facts, cycle)
+    if not standing and facts.beside.dumps:
+        return _all_issued(facts)
     if not standing:
         standing = {r for r, end in facts.ends.items() if not end.over and r in facts.views and r not in blocked}
         # Who has issued a call that is not answered may wait in it, seen or not; who has issued none does not.
@@ -154,6 +156,20 @@ def _idle(facts: Facts, ranks: set[int]) -> dict[str, Any]:
         ],
         "ruled_out": ["a mismatch of collectives: the calls in the dump are those of the others"],
         "confidence": 0.7 if len(ranks) == 1 else 0.6,
+    }
+
+
+def _all_issued(facts: Facts) -> dict[str, Any]:
+    """With what a dump tells, no rank is lacking in any call; where it has no shard nobody knows what else it did."""
+    who = facts.names(facts.beside.dumps)
+    return {
+        "kind": "unknown",
+        "cause": "nothing moves, and no rank is lacking",
+        "summary": "nothing moves, and no rank is lacking in the calls that are known; "
+        f"what else {who} did the Flight Recorder does not tell",
+        "victims": facts.victims(set()),
+        "evidence": [],
+        "confidence": 0.3,
     }
 
 

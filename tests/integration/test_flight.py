@@ -48,13 +48,14 @@ DUMPING = """
             dist.all_reduce(torch.ones(4), group=other)
         dist.broadcast(torch.ones(2, 2), 0)
         dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(6))
-        if RANK == 0:
-            dist.send(torch.ones(1), 1)
-        elif RANK == 1:
-            dist.recv(torch.ones(1), 0)
     dist.barrier()
     ended()
     dump("healthy")
+    if RANK == 0:
+        dist.send(torch.ones(1), 1)
+    elif RANK == 1:
+        dist.recv(torch.ones(1), 0)
+    dump("messages")
     if RANK < 2:
         work = dist.all_reduce(torch.ones(5), async_op=True)
     dump("lacking")
@@ -106,6 +107,13 @@ def test_what_torch_writes_is_read(dumps: Path) -> None:
 def test_a_healthy_job(dumps: Path, form: str) -> None:
     """Where all has ended nobody is blamed, also with groups of which two ranks are no part."""
     assert named(diagnose(dumps / f"healthy{form}")) == ("healthy", [])
+
+
+def test_messages_are_not_held(dumps: Path) -> None:
+    """gloo's dumps do not hold them, but show that there were some: not all that a rank may stand in is known."""
+    assert [read_dump(dumps / "messages" / f"trace_rank_{rank}").messages for rank in range(3)] == [[], [], []]
+    assert not read_dump(dumps / "lacking" / "trace_rank_2").messaging
+    assert read_dump(dumps / "lacking" / "trace_rank_0").messaging
 
 
 @pytest.mark.parametrize("form", ["", "-json"])

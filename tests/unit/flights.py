@@ -34,6 +34,7 @@ class Recorder:
         self.entries: list[dict[str, Any]] = []
         self._seqs: dict[str, int] = {}
         self.now, self.gap_ns = BEGIN, gap_ns
+        self.unseen = 0  # messages that the dump does not hold
 
     def call(
         self,
@@ -62,7 +63,7 @@ class Recorder:
             "process_group": (group, self.groups[group][0]),
             "collective_seq_id": self._seqs.get(group, 0),
             "p2p_seq_id": self._seqs.get(f"{group} p2p", 0),
-            "op_id": len(self.entries) + 1,
+            "op_id": self._seqs.get(group, 0) + self.unseen,
             "profiling_name": f"{self.backend}:{op}",
             "time_created_ns": self.now,
             "input_sizes": [[size]] if op != "barrier" else [],

@@ -614,6 +614,27 @@ def test_gloo_says_retired(tmp_path: Path) -> None:
     assert any("no send and no recv" in line for line in verdict["evidence"])
 
 
+def test_gloo_does_not_hold_messages(tmp_path: Path) -> None:
+    """That there were some shows in `op_id`: such dumps prove neither that all is well nor who stands still."""
+    for folder, ended in (("ok", True), ("d", False)):
+        ranks = job(3, backend="gloo")
+        for rank in ranks:
+            rank.unseen = 2
+        train(ranks, 5)
+        for rank in ranks[:2]:
+            rank.call(ended=False) if not ended else None
+        write(ranks, tmp_path / folder)
+        verdict = diagnose(tmp_path / folder)
+        assert named(verdict) == ("unknown", [])
+        assert "messages" in " ".join([verdict["summary"], *verdict["evidence"]])
+
+
+def test_dumps_without_a_call(tmp_path: Path) -> None:
+    """They show nothing, not that all is well."""
+    write(job(2), tmp_path / "d")
+    assert named(diagnose(tmp_path / "d")) == ("unknown", [])
+
+
 def test_gloo_retires_what_failed_too(tmp_path: Path) -> None:
     """After a timeout nothing is unfinished on gloo: the rank that lacks the call is told, and not blamed."""
     ranks = job(3, backend="gloo")
@@ -749,6 +770,21 @@ def test_a_dump_whose_call_has_another_size(run_dir: Path) -> None:
     verdict = diagnose(run_dir)
     assert named(verdict) == ("mismatch", [3])
     assert verdict["culprits"][0]["source"] == "train.py:77"
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_reduce_scatter_of_gloo(run_dir: Path, op: str) -> None:
+    """A gloo dump shows it as an all_reduce: no difference to the shards, and what differs besides it is found."""
+    ranks = shards.job(run_dir, 4)
+    shards.train(ranks)
+    for rank in ranks:
+        rank.call("reduce_scatter", size=2).call(op, size=4).wait().sleep(10).beat()
+    launcher(run_dir, {"event": "stall", "at": 9.0})
+    for file in ranks[3].writer.folder.iterdir():
+        file.unlink()
+    found = recorder(3, world=4, backend="gloo").call("all_reduce", 8, group="world")
+    found.call("all_reduce", 16, group="world", ended=False).write(run_dir / "flight-recorder-")
+    assert named(diagnose(run_dir)) == (("mismatch", [3]) if op == "all_gather" else ("unknown", []))
 
 
 def test_a_dump_that_does_not_line_up(run_dir: Path) -> None:
