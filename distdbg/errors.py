@@ -5,6 +5,7 @@
     DistdbgError            exit code 2; every message names the file, the rank (if known) and the next step
     |-- RunDirError         a run directory that is missing, empty, mixed, not writable
     |-- ShardError          a shard that is foreign, truncated or newer than this version
+    |-- DumpError           a dump of torch's Flight Recorder that is foreign, truncated, harmful or too large
     |-- BundleError         a bundle of a node (`distdbg replay`) that is foreign, truncated or newer
     |-- LaunchError         a command line or a script that cannot be launched
     `-- RecordingError      recording could not be set up in this process (`distdbg.start()`)
@@ -33,6 +34,10 @@ class RunDirError(DistdbgError):
 
 class ShardError(DistdbgError):
     """A file of a run directory that cannot be read."""
+
+
+class DumpError(DistdbgError):
+    """A dump of the Flight Recorder that cannot be read; nothing of it has been run."""
 
 
 class BundleError(DistdbgError):

@@ -4,12 +4,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from distdbg.analyze import flight_beside
 from distdbg.analyze import waits as waits_module
 from distdbg.analyze.ends import End, Failure, cut_of, ends_of, failure_of, interrupt_of
 from distdbg.analyze.rank import Open, Place, Raised, RankView, phase_of
 from distdbg.analyze.read import Run
 from distdbg.analyze.waits import Wait
 from distdbg.schema import EventKind as K
+
+_AT_WORK = ("left", "running")
 
 
 @dataclass
@@ -100,7 +103,12 @@ class Facts:
 
     @cached_property
     def waits(self) -> dict[int, list[Wait]]:
-        return waits_module.pending(self.views)
+        return waits_module.pending(self.views, self.beside.issued())
+
+    @cached_property
+    def beside(self) -> flight_beside.Beside:
+        """Dumps of torch's Flight Recorder, in place of shards that are missing or stopped."""
+        return flight_beside.beside(self.run, self.attempt, self.views, self.world_size)
 
     @cached_property
     def blocked(self) -> dict[int, Wait]:
@@ -114,7 +122,8 @@ class Facts:
                 failure is None and end.how != "left" and waits_module.blocked_in_wait(self.views[rank], end)
             ):
                 found[rank] = self._foremost(pending)
-        return found
+        told = self.beside.waits()
+        return {**found, **{r: wait for r, wait in told.items() if r not in self.ends or self.ends[r].how != "left"}}
 
     def _foremost(self, pending: list[Wait]) -> Wait:
         """The oldest pending call; the newest where all of them wait for ranks without a shard.
@@ -126,13 +135,13 @@ class Facts:
     def victims(self, culprits: set[int]) -> list[dict[str, Any]]:
         """Everybody else, with what they wait in and for whom."""
         found = []
-        for rank in sorted(self.views):
+        for rank in sorted({*self.views, *self.beside.standing}):
             if rank in culprits:
                 continue
-            pending = self.waits[rank]
+            pending = self.waits.get(rank, [])
             wait = self.blocked.get(rank) or (self._foremost(pending) if pending else None)
             failure = self.failures.get(rank)
-            if wait is None and failure is None and self.ends[rank].how in ("left", "running"):
+            if wait is None and failure is None and (rank not in self.ends or self.ends[rank].how in _AT_WORK):
                 continue
             on = [r for r in (wait.on if wait else ()) if r != rank]
             where = wait.text if wait else ("its peer's end" if failure else "nothing: it was ended with the others")

@@ -57,13 +57,17 @@ class Shard:
 
 @dataclass
 class Run:
-    """A run directory: shards of all attempts, the launchers' events in order of time, run.json."""
+    """A run directory: shards of all attempts, the launchers' events in order of time, run.json.
+
+    ``flight_recorder``: dumps of torch's Flight Recorder that were given beside it.
+    """
 
     path: Path
     shards: list[Shard] = field(default_factory=list)
     launcher: list[dict[str, Any]] = field(default_factory=list)
     run: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    flight_recorder: list[Path] = field(default_factory=list)
 
 
 def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:

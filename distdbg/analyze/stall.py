@@ -20,11 +20,14 @@ def find(facts: Facts) -> dict[str, Any] | None:
     ends, cycle = roots(blocked)
     standing = {r for r in ends if (r in facts.views and not facts.ends[r].over) or _terminated_late(facts, r)}
     standing -= set(blocked)
-    unseen = ends & facts.missing
+    unseen = ends & (facts.missing | set(facts.beside.dumps))
     if unseen:
-        return _unseen(facts, unseen)
+        idle = {r for wait in facts.blocked.values() for r in facts.beside.idle(wait)}
+        return _idle(facts, unseen) if unseen <= idle else _unseen(facts, unseen)
     if cycle:
         return _cycle(facts, cycle)
+    if not standing and facts.beside.dumps:
+        return _all_issued(facts)
     if not standing:
         standing = {r for r, end in facts.ends.items() if not end.over and r in facts.views and r not in blocked}
         # Who has issued a call that is not answered may wait in it, seen or not; who has issued none does not.
@@ -193,18 +196,60 @@ def _cause(facts: Facts, entry: dict[str, Any]) -> str:
     return f"does not return from {entry['source']}" if entry["source"] else "does not move"
 
 
+def _idle(facts: Facts, ranks: set[int]) -> dict[str, Any]:
+    """No shard tells where they are, but their Flight Recorder dumps do what they had not issued."""
+    waits = [wait for wait in facts.blocked.values() if set(wait.on) & ranks]
+    first = min(waits, key=lambda wait: wait.item.t)
+    who = facts.names(ranks)
+    verb = "do" if len(ranks) > 1 else "does"
+    fields = {"collective": first.item.op, "group": first.group_name or None}
+    return {
+        "kind": "stalled",
+        "cause": f"did not issue {first.text}",
+        "summary": f"{who} {verb} not move: had not issued {first.text}, and stood in no collective, as the Flight "
+        "Recorder tells",
+        "culprits": [facts.culprit(rank, **fields) for rank in sorted(ranks)],
+        "victims": facts.victims(ranks),
+        "evidence": [f"rank {r} waits in {w.text} for {facts.names(w.on)}" for r, w in sorted(facts.blocked.items())][
+            :40
+        ],
+        "ruled_out": ["a mismatch of collectives: the calls in the dump are those of the others"],
+        "confidence": 0.7 if len(ranks) == 1 else 0.6,
+    }
+
+
+def _all_issued(facts: Facts) -> dict[str, Any]:
+    """With what a dump tells, no rank is lacking in any call; where it has no shard nobody knows what else it did."""
+    who = facts.names(facts.beside.dumps)
+    return {
+        "kind": "unknown",
+        "cause": "nothing moves, and no rank is lacking",
+        "summary": "nothing moves, and no rank is lacking in the calls that are known; "
+        f"what else {who} did the Flight Recorder does not tell",
+        "victims": facts.victims(set()),
+        "evidence": [],
+        "confidence": 0.3,
+    }
+
+
 def _unseen(facts: Facts, unseen: set[int]) -> dict[str, Any]:
     who = facts.names(unseen)
     return {
         "kind": "unknown",
         "cause": "the waits end at a rank without a shard",
-        "summary": f"the others wait for {who}, of which nothing was recorded: look there",
+        "summary": f"the others wait for {who}, of which {_little(facts, unseen)}: look there",
         "victims": facts.victims(set()),
         "confidence": 0.4,
         "evidence": [f"rank {r} waits in {w.text} for {facts.names(w.on)}" for r, w in sorted(facts.blocked.items())][
             :40
         ],
     }
+
+
+def _little(facts: Facts, unseen: set[int]) -> str:
+    if not unseen & set(facts.beside.dumps):
+        return "nothing was recorded"
+    return "too little was recorded, its Flight Recorder dump included"
 
 
 def _cycle(facts: Facts, cycle: list[int]) -> dict[str, Any]:

@@ -9,17 +9,31 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from distdbg import schema
-from distdbg.analyze import failures, mismatch, numeric, replicas, stall, straggler
+from distdbg.analyze import (
+    failures,
+    flight,
+    flight_beside,
+    flight_mismatch,
+    flight_verdict,
+    mismatch,
+    numeric,
+    replicas,
+    stall,
+    straggler,
+)
 from distdbg.analyze.facts import Facts, gather
 from distdbg.analyze.read import Run, read_run
+from distdbg.errors import RunDirError, ShardError
 
 _RULES = (
     mismatch.find,
     replicas.find,
+    flight_mismatch.find,
     failures.find,
     stall.find,
     mismatch.find_silent,
@@ -28,23 +42,38 @@ _RULES = (
 )
 
 
-def diagnose(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The verdict over a run directory, as in verdict.json. Raises DistdbgError where nothing can be read."""
-    return diagnose_run(read_run(Path(run_dir)))
+def diagnose(run_dir: str | os.PathLike[str], flight_recorder: Sequence[str | os.PathLike[str]] = ()) -> dict[str, Any]:
+    """The verdict over a run directory, as in verdict.json. Raises DistdbgError where nothing can be read.
+
+    ``flight_recorder``: dumps of PyTorch's Flight Recorder to read beside it: files, folders or prefixes.
+    """
+    return diagnose_run(read_evidence(run_dir, flight_recorder))
+
+
+def read_evidence(run_dir: str | os.PathLike[str], flight_recorder: Sequence[str | os.PathLike[str]] = ()) -> Run:
+    """A run, which may have no shard where there are dumps of the Flight Recorder. Raises DistdbgError."""
+    path = Path(run_dir)
+    given = [file for at in flight_recorder for file in flight.files_at(Path(at))]
+    try:
+        run = read_run(path)
+    except (RunDirError, ShardError) as error:
+        if not path.is_dir():
+            raise
+        given = given + [file for files in flight.own_files(path).values() for file in files]
+        given = given or flight.files_in(path)
+        if not given:
+            raise
+        run = Run(path, problems=[] if isinstance(error, RunDirError) else [str(error)])
+    run.flight_recorder = given
+    return run
 
 
 def diagnose_run(run: Run) -> dict[str, Any]:
     """The verdict over a run that has been read."""
+    if not run.shards:
+        return flight_verdict.diagnose_files(run.flight_recorder, run.problems)
     facts = gather(run)
-    for rule in (
-        mismatch.find,
-        replicas.find,
-        failures.find,
-        stall.find,
-        mismatch.find_silent,
-        numeric.find,
-        straggler.find,
-    ):
+    for rule in _RULES:
         verdict = rule(facts)
         if verdict is not None:
             return _finish(facts, verdict)
@@ -93,6 +122,9 @@ def _finish(facts: Facts, verdict: dict[str, Any]) -> dict[str, Any]:
     confidence = float(verdict.get("confidence", 0.5))
     if facts.missing and verdict["kind"] not in ("healthy", "unknown"):
         confidence *= 0.8
+    if facts.beside.disputed and verdict["kind"] != "unknown":
+        confidence *= 0.8
+    evidence += flight_beside.agreement(facts.beside)
     problems = [*facts.problems]
     return {
         "schema": schema.VERDICT_SCHEMA,

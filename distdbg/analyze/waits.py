@@ -25,17 +25,20 @@ class Wait:
         return f"{self.item.op} #{self.item.seq} of {self.group_name}"
 
 
-def pending(views: dict[int, RankView]) -> dict[int, list[Wait]]:
-    """By rank, its calls that some other rank has not yet answered, the oldest first."""
+def pending(views: dict[int, RankView], known: dict[str, dict[int, int]] | None = None) -> dict[int, list[Wait]]:
+    """By rank, its calls that some other rank has not yet answered, the oldest first.
+
+    ``known``: by name of a group and rank, the number of its last call, as told by other evidence than its shard.
+    """
     waits: dict[int, list[Wait]] = {rank: [] for rank in views}
-    _collectives(views, waits)
+    _collectives(views, waits, known or {})
     _messages(views, waits)
     for found in waits.values():
         found.sort(key=lambda wait: wait.item.t)
     return waits
 
 
-def _collectives(views: dict[int, RankView], waits: dict[int, list[Wait]]) -> None:
+def _collectives(views: dict[int, RankView], waits: dict[int, list[Wait]], known: dict[str, dict[int, int]]) -> None:
     counts: dict[str, dict[int, int]] = {}
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, view in views.items():
@@ -45,6 +48,10 @@ def _collectives(views: dict[int, RankView], waits: dict[int, list[Wait]]) -> No
         for item in view.items:
             if not item.p2p and item.group:
                 counts[item.group][rank] = max(counts[item.group].get(rank, 0), item.seq)
+    for key, found in counts.items():
+        for rank, count in known.get(key.rpartition(":")[0], {}).items():
+            if rank in names[key][1]:
+                found[rank] = max(found.get(rank, 0), count)
     answered = {key: min(counts[key].get(r, 0) for r in ranks) for key, (_, ranks) in names.items() if ranks}
     for rank, view in views.items():
         for item in view.items:

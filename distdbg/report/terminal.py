@@ -52,7 +52,8 @@ def _row(label: str, text: str) -> list[str]:
 def _culprit(culprit: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     if culprit.get("phase"):
-        lines += _row("phase", f"{culprit['phase']} of step {culprit['step']}")
+        step = f" of step {culprit['step']}" if culprit["step"] is not None else ""
+        lines += _row("phase", culprit["phase"] + step)
     if culprit.get("node"):
         lines += _row("node", culprit["node"] + _position(culprit))
     place = ", ".join(part for part in (culprit.get("module"), culprit.get("source")) if part)
