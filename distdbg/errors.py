@@ -7,6 +7,7 @@
     |-- ShardError          a shard that is foreign, truncated or newer than this version
     |-- DumpError           a dump of torch's Flight Recorder that is foreign, truncated, harmful or too large
     |-- BundleError         a bundle of a node (`distdbg replay`) that is foreign, truncated or newer
+    |-- BuildError          the native recorder could not be compiled, or is asked for and not there
     |-- LaunchError         a command line or a script that cannot be launched
     `-- RecordingError      recording could not be set up in this process (`distdbg.start()`)
 """
@@ -42,6 +43,10 @@ class DumpError(DistdbgError):
 
 class BundleError(DistdbgError):
     """A node's bundle that cannot be read; nothing of it has been run."""
+
+
+class BuildError(DistdbgError):
+    """The native recorder cannot be had."""
 
 
 class LaunchError(DistdbgError):

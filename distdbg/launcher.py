@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from distdbg import processes, schema
-from distdbg.errors import LaunchError, say
+from distdbg.errors import BuildError, LaunchError, say
 from distdbg.monitor import EventLog, Monitor, _plain_environ, diagnose
+from distdbg.native import build
 from distdbg.pace import Pace
 
 MERGE_LIMIT_BYTES = 400 << 20
@@ -54,6 +55,12 @@ def build_parser() -> ArgumentParser:
     )
     ours.add_argument("--no-capture", action="store_true", help="keep nothing of a node that fails, run none again")
     ours.add_argument("--capture-mb", type=_seconds, metavar="MB", help="most that a bundle may hold (default: 64)")
+    ours.add_argument(
+        "--recorder",
+        choices=("auto", "python", "native"),
+        default="auto",
+        help="how backward nodes are recorded: natively where `distdbg build-native` was run (default: auto)",
+    )
     ours.add_argument("--keep", metavar="MB", type=_keep, help="disk a rank's record may take, or 'all' (default: 128)")
     return parser
 
@@ -87,6 +94,8 @@ def main(argv: list[str]) -> int:
         )
     if not args.module and not _runnable(args.training_script):
         raise LaunchError(f"no such script: {args.training_script}; give the path of a Python file, or -m and a module")
+    if args.recorder == "native" and build.find() is None:
+        raise BuildError("--recorder native: not built for this torch and Python; run `distdbg build-native` first")
     run_dir = prepare(args)
     if run_dir is None:
         return run_torchrun(args)[0]
@@ -184,6 +193,8 @@ def _environment(args: Namespace, run_dir: Path) -> None:
         env["DISTDBG_CAPTURE_MB"] = str(args.capture_mb)
     if args.keep is not None:
         env["DISTDBG_KEEP"] = args.keep
+    if args.recorder != "auto":
+        env["DISTDBG_RECORDER"] = args.recorder
     if args.stall_timeout is not None:
         env["DISTDBG_STALL_TIMEOUT"] = str(args.stall_timeout)
 

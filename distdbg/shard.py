@@ -30,6 +30,7 @@ _LAST_RECORDS = 64
 _LAST_WORDS = frozenset({schema.EventKind.EXCEPTION, schema.EventKind.EXIT, schema.EventKind.STOP})
 
 _Segment = tuple[mmap.mmap, Callable[[], int], int]  # buffer, next free offset, end
+_GAP = 64  # slots left free where the count of free slots changes hands, for threads that have just taken one
 
 
 def clock_anchor() -> dict[str, int]:
@@ -92,12 +93,15 @@ class ShardWriter:
         self._steps_fd = -1
         self._steps_left = MAX_STEPS
         self._reserve: Path | None = None
+        self._native: Any = None  # the module of the native recorder, and its writer
+        self._native_writer: Any = None
+        self._segment: _Segment | None = None
         self._last: _Segment | None = None  # what is left to write to when recording had to stop
         try:
             self.folder.mkdir(parents=True)
             self._names_fd = os.open(self.folder / schema.NAMES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self.write_meta({})
-            self._segment: _Segment | None = self._create(0)
+            self._use(self._create(0))
             self._reserve = self._reserve_last()
         except OSError as error:
             raise RecordingError(
@@ -136,9 +140,42 @@ class ShardWriter:
         segment = self._segment
         if segment is None:
             return 0
-        offset = int(repr(segment[1].__self__)[len("count(") :].split(",")[0])  # type: ignore[attr-defined]
+        if self._native is not None:
+            offset = int(segment[1].offset)  # type: ignore[attr-defined]
+        else:
+            offset = int(repr(segment[1].__self__)[len("count(") :].split(",")[0])  # type: ignore[attr-defined]
         used = min(offset, segment[2]) - schema.SEGMENT_HEADER_SIZE
         return self._number * self._capacity + used // schema.RECORD_SIZE
+
+    def advance(self) -> None:
+        """The next step begins."""
+        self.step += 1
+        if self._native_writer is not None:
+            self._native_writer.set_step(self.step)
+
+    def use_native(self, module: Any) -> Any:
+        """Let the native recorder write into this shard, too; returns its writer. ``emit`` becomes its own."""
+        with self._lock:
+            segment = self._segment
+            if segment is None:
+                raise RecordingError("recording has stopped")
+            self._native = module
+            writer = module.Writer(self.emit, self._thread)
+            writer.set_step(self.step)
+            start = segment[1]() + _GAP * schema.RECORD_SIZE
+            self._native_writer = writer
+            self._use((segment[0], module.Segment(segment[0], start), segment[2]))
+            self.emit = writer.emitter()  # type: ignore[method-assign]
+        return writer
+
+    def _use(self, segment: _Segment | None) -> None:
+        if self._native_writer is None:
+            self._segment = segment
+            return
+        if segment is not None and not isinstance(segment[1], self._native.Segment):  # a spare made just before
+            segment = (segment[0], self._native.Segment(segment[0], schema.SEGMENT_HEADER_SIZE), segment[2])
+        self._segment = segment
+        self._native_writer.set_segment(segment[1] if segment is not None else None)
 
     def _thread(self, ident: int) -> int:
         with self._lock:
@@ -231,6 +268,8 @@ class ShardWriter:
         os.pwrite(fd, header + text, 0)
         buffer = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         _publish(unfinished, self.folder / schema.SEGMENT_PATTERN.format(number))
+        if self._native is not None:
+            return buffer, self._native.Segment(buffer, schema.SEGMENT_HEADER_SIZE), size
         return buffer, itertools.count(schema.SEGMENT_HEADER_SIZE, schema.RECORD_SIZE).__next__, size
 
     def _reserve_last(self) -> Path | None:
@@ -269,11 +308,11 @@ class ShardWriter:
             self._number += 1
             spare, self._spare = self._spare, None
             if spare is not None and spare[0] == self._number:
-                self._segment = spare[1]
+                self._use(spare[1])
                 return self._segment
             while True:
                 try:
-                    self._segment = self._create(self._number)
+                    self._use(self._create(self._number))
                 except FileExistsError:
                     self._number += 1  # the watchdog has just prepared that one, and will find it is too late
                     continue
@@ -316,16 +355,18 @@ class ShardWriter:
             self.problem = f"recording stopped at step {self.step}: {reason} ({self.folder})"
             say(f"distdbg: rank {self.identity.rank}: {self.problem}; training goes on")
             # Where it was the names table that found no room, the segment itself has some left.
-            self._last, self._segment = (None if full else self._segment), None
+            self._last = None if full else self._segment
+            self._use(None)
             if full:
                 self._open_last()
             self.emit(schema.EventKind.STOP)
             self.write_meta({"stopped": self.problem})
-        self._segment = None
+        self._use(None)
 
     def disable(self) -> None:
         """Write nothing any more, silently: in a forked child, whose mappings are the parent's."""
-        self._segment = self._last = self._reserve = None
+        self._use(None)
+        self._last = self._reserve = None
         self._names_fd = self._steps_fd = -1
         self._lock = threading.RLock()
 
@@ -334,7 +375,11 @@ class ShardWriter:
         with self._lock:
             if self._segment is not None and self.lost:
                 self.emit(schema.EventKind.LOST, a=self.lost)
-            self._segment = self._last = None
+            self._use(None)
+            self._last = None
+            # The native writer refers to this one: a circle that Python's collector does not see.
+            self._native_writer = None
+            self.__dict__.pop("emit", None)
             if self._reserve is not None:
                 self._reserve.unlink(missing_ok=True)
                 self._reserve = None

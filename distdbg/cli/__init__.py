@@ -15,6 +15,7 @@ COMMANDS = {
     "export": ("distdbg.cli.export", "write a trace for the Perfetto UI and chrome://tracing"),
     "report": ("distdbg.cli.report", "write one HTML file with the verdict and pictures of the run"),
     "replay": ("distdbg.cli.replay", "describe a captured node and run it again, without the job"),
+    "build-native": ("distdbg.cli.build_native", "compile the native recorder for this torch, once"),
     "compare": ("distdbg.cli.compare", "say what got slower between two runs, by phase, module and node"),
 }
 

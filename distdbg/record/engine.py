@@ -19,6 +19,7 @@ import torch.autograd.graph
 from distdbg.record import errors
 from distdbg.record.capture import Capture, Held, Wanted, describe_open
 from distdbg.record.modules import Modules
+from distdbg.record.native import NativeBackward, NativeGraphs, may_still_run
 from distdbg.record.session import Kind, Patches, Session
 from distdbg.replay.node import refuse_accumulation, replaying
 from distdbg.schema import pack_counts
@@ -181,7 +182,7 @@ def root_nodes(outputs: Any) -> list[Any]:
 class Engine:
     """Wraps the one function through which every backward reaches the engine."""
 
-    def __init__(self, session: Session, modules: Modules, numerics: Any = None) -> None:
+    def __init__(self, session: Session, modules: Modules, numerics: Any = None, native: Any = None) -> None:
         self._session = session
         self._modules = modules
         self._numerics = numerics
@@ -189,7 +190,13 @@ class Engine:
         self._patches = Patches()
         self._numbers = itertools.count()
         self._node_names: dict[str, int] = {}
-        self._live: set[Backward] = set()
+        self._live: set[Any] = set()  # Backward, NativeBackward
+        # What needs the values of nodes is done by Python's hooks.
+        values = numerics is not None or session.settings.describe
+        asked = self._capture is not None and bool(self._capture.requests)
+        self._native = None
+        if native is not None and not values and not asked:
+            self._native = NativeGraphs(native[0], native[1], session, modules, self._name_of)
 
     def attach(self) -> None:
         original = torch.autograd.graph._engine_run_backward
@@ -229,21 +236,31 @@ class Engine:
         except Exception:  # the training thread goes on meanwhile: what is read may be gone
             return []
 
-    def _begin(self, outputs: Any) -> Backward | None:
+    def _begin(self, outputs: Any) -> Any:
+        """The begun Backward or NativeBackward, None where recording has just stopped."""
         session = self._session
-        run = Backward(next(self._numbers), session.emit)
         if self._capture is not None:
-            run.outputs = outputs
             for around in list(self._live):  # another thread may begin or end a backward meanwhile
                 around.nested_in = around.open
+        number = next(self._numbers)
+        run: Any = Backward(number, session.emit)
         try:
-            self._register(run, outputs)
+            native = None
+            if self._native is not None:
+                native = self._native.begin(number, outputs, self._live, self._capture is not None)
+            if native is not None:
+                run = native
+                self._live.add(run)
+            else:
+                self._register(run, outputs)
         except Exception as error:
             self._remove(run)
             if not errors.own_fault(error):
                 raise
             session.failed(error)
             return None
+        if self._capture is not None:
+            run.outputs = outputs
         flags = FLAG_TRUNCATED if run.truncated else 0
         source = session.source(3)
         session.emit(
@@ -287,10 +304,7 @@ class Engine:
         return DescribingHook if self._session.settings.describe else NodeHook
 
     def _hook(self, hook_type: type[NodeHook], run: Backward, node: Any) -> NodeHook:
-        text = node.name().removeprefix("torch::autograd::")
-        name = self._node_names.get(text)
-        if name is None:
-            name = self._node_names[text] = self._session.intern("node", text, _node_source(node))
+        name = self._name_of(node.name(), node)
         sequence = node._sequence_nr()
         parameter, call = 0, 0
         if sequence < _NO_SEQUENCE:
@@ -305,13 +319,22 @@ class Engine:
             hook.session = self._session  # type: ignore[attr-defined]
         return hook
 
-    def _leave(self, run: Backward, error: BaseException | None) -> None:
+    def _name_of(self, text: str, node: Any) -> int:
+        """The name's id of a node; ``node`` may be None for one of torch's own."""
+        text = text.removeprefix("torch::autograd::")
+        name = self._node_names.get(text)
+        if name is None:
+            source = _node_source(node) if node is not None else None
+            name = self._node_names[text] = self._session.intern("node", text, source)
+        return name
+
+    def _leave(self, run: Any, error: BaseException | None) -> None:
         session = self._session
         open_hook = run.open
         held = None
         if error is not None and open_hook is not None and run.outputs is not None:
             held = Held(open_hook, run.grads, run.outputs, run.nested_in is open_hook)
-        self._remove(run)
+        self._remove(run, error)
         session.state.backwards = max(0, session.state.backwards - 1)
         if error is None:
             session.emit(Kind.BACKWARD_END, seq=run.number)
@@ -320,12 +343,15 @@ class Engine:
             if held is not None and self._capture is not None:
                 self._capture.failed(held, error)
 
-    def _remove(self, run: Backward) -> None:
+    def _remove(self, run: Any, error: BaseException | None = None) -> None:
+        self._live.discard(run)
+        if isinstance(run, NativeBackward):
+            run.remove(running=may_still_run(error))
+            return
         for handle in run.handles:
             handle.remove()
         run.handles = []
         run.open = run.grads = run.nested_in = run.outputs = None
-        self._live.discard(run)
 
 
 def _node_source(node: Any) -> dict[str, str] | None:

@@ -87,7 +87,7 @@ class Loop:
         session = self._session
         session.emit(Kind.STEP)
         session.digest.step_ended()
-        session.writer.step += 1
+        session.writer.advance()
         if session.state.backwards == 0:
             session.state.modules.clear()
 

@@ -35,6 +35,7 @@ class Settings:
     capture: bool = True  # keep a failed node and run it again
     capture_nodes: str = ""  # what `--capture` asks for, separated by blanks
     capture_bytes: int = CAPTURE_BYTES
+    recorder: str = "auto"  # auto, python, native
     quiet_s: float = 3.0  # silence after which stacks are taken
 
     @classmethod
@@ -57,6 +58,9 @@ class Settings:
             capture_bytes = int(float(megabytes) * (1 << 20)) if megabytes else CAPTURE_BYTES
         except (ValueError, OverflowError):
             raise RecordingError(f"DISTDBG_CAPTURE_MB={megabytes!r} is no number of MB") from None
+        recorder = os.environ.get("DISTDBG_RECORDER", "") or "auto"
+        if recorder not in ("auto", "python", "native"):
+            raise RecordingError(f"DISTDBG_RECORDER={recorder!r} is none of auto, python, native")
         timeout = os.environ.get("DISTDBG_STALL_TIMEOUT", "")
         quiet = 3.0
         if timeout.replace(".", "", 1).isdigit():
@@ -69,6 +73,7 @@ class Settings:
             capture=wanted != "0",
             capture_nodes="" if wanted == "0" else wanted,
             capture_bytes=capture_bytes,
+            recorder=recorder,
             quiet_s=quiet,
         )
 
@@ -132,6 +137,7 @@ class Session:
         """Put torch's hooks in place; torch is fully imported by now."""
         import torch
 
+        from distdbg.record import native
         from distdbg.record.collectives import Collectives
         from distdbg.record.engine import Engine
         from distdbg.record.loop import Loop
@@ -139,7 +145,9 @@ class Session:
         from distdbg.record.numerics import Numerics
         from distdbg.record.replicas import Replicas
 
-        self.writer.write_meta({"versions": {"torch": torch.__version__, "python": sys.version.split()[0]}})
+        found = native.attach(self)
+        versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+        self.writer.write_meta({"versions": versions, "recorder": "python" if found is None else "native"})
         modules = Modules(self)
         numerics = Numerics(self, modules) if self.settings.numerics else None
         parts = [
