@@ -223,7 +223,10 @@ def _check(path: Path, about: Any) -> None:
         if not name.isidentifier() or name.startswith("__"):
             raise _damaged(path, f"{name[:60]!r} is no name of an attribute")
     entries = [*about["inputs"], *about["outputs"], *about["saved"].values(), *about["parameters"].values()]
-    for entry in [*entries, *about["buffers"].values(), *about["expects"]]:
+    for entry in [*about["inputs"], *about["expects"]]:
+        if not (entry is None or (isinstance(entry, dict) and "shape" in entry)):
+            raise _damaged(path, f"an entry of 'inputs' or 'expects' of {ABOUT_FILE} is no tensor's description")
+    for entry in [*entries, *about["buffers"].values(), *about["context"].values(), *about["expects"]]:
         if isinstance(entry, dict) and "shape" in entry:
             _check_description(path, entry)
 
@@ -244,8 +247,9 @@ def _check_more(path: Path, about: dict[str, Any]) -> None:
     for name in _MAYBE_TEXTS:
         if not isinstance(about.get(name), (str, type(None))):
             raise _damaged(path, f"{name!r} of {ABOUT_FILE} is no text")
-    if not isinstance(about.get("left_out"), (list, type(None))):
-        raise _damaged(path, f"'left_out' of {ABOUT_FILE} is no list")
+    for name in ("left_out", "needs_input_grad"):
+        if not isinstance(about.get(name), (list, type(None))):
+            raise _damaged(path, f"{name!r} of {ABOUT_FILE} is no list")
 
 
 def _check_description(path: Path, entry: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def test_one_wrong_value(wrong: int, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_sizes_and_offsets(tmp_path: Path) -> None:
-    """A header of tensors that lies about its size, names a file, overlaps or leaves holes is refused; no file is made."""
+    """A tensors' header that lies about sizes, names a file, overlaps or leaves holes is refused; no file appears."""
     path = bundles.write(tmp_path / "bundles", [torch.ones(2)], saved={"result": torch.ones(2)})
     raw = (path / "tensors.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
