@@ -85,7 +85,7 @@ def rerun(bundle: Bundle, source: Path | None = None, *, debug: bool = False) ->
 def _why_no_values(entry: dict[str, Any]) -> str:
     if "class" in entry:
         return f"it was a {entry['class']}, not a plain tensor"
-    return "it was sparse" if "layout" in entry else "it was larger than --capture-mb"
+    return "it was sparse" if "layout" in entry else "it was larger than --capture-mb, or memory was short"
 
 
 def _not_run(why: str) -> Result:
