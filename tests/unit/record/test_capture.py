@@ -404,25 +404,26 @@ def test_a_sparse_gradient(start: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("x", "change"),
     [
-        lambda x: x[:0],
-        lambda x: x.to(torch.complex64).abs(),
-        lambda x: x.bfloat16(),
-        lambda x: x.t() @ torch.ones(x.shape[0], 3),
-        lambda x: x.sum().expand(4, 4),
+        (torch.ones(0, 2), lambda y: y),
+        (torch.ones(4, 2, dtype=torch.complex64), lambda y: y.abs()),
+        (torch.ones(4, 2, dtype=torch.bfloat16), lambda y: y),
+        (torch.ones(4, 2), lambda y: y.t() @ torch.ones(4, 3)),
+        (torch.ones(4, 2), lambda y: y.sum().expand(4, 4)),
     ],
+    ids=["zero-size", "complex", "bfloat16", "strided", "expanded"],
 )
-def test_gradients_of_all_kinds(change: Callable[[Any], Any], start: Callable[..., Path]) -> None:
+def test_gradients_of_all_kinds(x: torch.Tensor, change: Callable[[Any], Any], start: Callable[..., Path]) -> None:
     """Zero-size, complex, bfloat16, strided and expanded: the node fails again, and its bundle opens."""
     run_dir = start()
     Step.does = staticmethod(refuse)
-    x = torch.ones(4, 2, requires_grad=True)
+    x.requires_grad_()
     with pytest.raises(ValueError, match="level must be positive"):
         change(Step.apply(x * 2, 0.0)).sum().backward()
     bundle = only(run_dir)
     assert bundle.about["replay"]["kind"] == "deterministic"
-    assert bundle.inputs[0].shape == x.shape
+    assert (bundle.inputs[0].shape, bundle.inputs[0].dtype) == (x.shape, x.dtype)
     assert "--source" in bundle.replay().summary
 
 
