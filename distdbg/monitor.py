@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distdbg import processes, schema
+from distdbg import nativestacks, processes, schema
 from distdbg.errors import say
 from distdbg.pace import Pace, RankPace
 from distdbg.processes import Worker
@@ -305,6 +305,8 @@ class Monitor:
 
     def _report_stall(self, silence: float) -> None:
         text = diagnose(self._run_dir)
+        if self._take_native_stacks():
+            text = diagnose(self._run_dir)
         self._tell_stall(f"distdbg: nothing has moved for {silence:.0f} s\n{text}")
 
     def _tell_stall(self, text: str) -> None:
@@ -316,3 +318,17 @@ class Monitor:
         say("distdbg: ending the job (--on-stall kill)")
         self._kill_at = time.monotonic() + GRACE_S
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun's agent then ends its ranks and does not restart them
+
+    def _take_native_stacks(self) -> bool:
+        """Of the ranks here that the verdict names as standing; whether there are any."""
+        taken = False
+        standing = nativestacks.culprits(self._run_dir)
+        for worker in [worker for worker in self._alive() if worker.rank in standing]:
+            folders = list((self._run_dir / schema.RANKS_FOLDER).glob(f"rank*-{worker.pid}"))
+            if not folders or not self._stalled or self.interrupted or self._done.is_set():
+                continue
+            why = nativestacks.take(worker.pid, folders[0], lambda: self._stalled)
+            taken = taken or not why
+            about = {"rank": worker.rank, "attempt": worker.attempt, "pid": worker.pid, "problem": why or None}
+            self._events.write("native_stacks", **about)
+        return taken

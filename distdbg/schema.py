@@ -12,7 +12,8 @@ A run directory::
         names.jsonl                     [id, category, text, extra] a line, in order of first use
         steps.bin                       a digest of each step, which outlasts the oldest segments
         seg-000000.dds, seg-000001.dds  preallocated segments: a header page, then records
-        exception.json  stacks.json  stacks-fatal.txt     evidence in text, where there is some
+        exception.json  stacks.json  stacks-native.json  stacks-fatal.txt  flight-recorder.json
+                                        evidence in text, where there is some
       bundles/rank2-step3-MulBackward0.bundle/   a failed node: bundle.json, tensors.safetensors
       timeline.csv  verdict.json
 
@@ -56,6 +57,7 @@ META_FILE = "meta.json"
 NAMES_FILE = "names.jsonl"
 EXCEPTION_FILE = "exception.json"
 STACKS_FILE = "stacks.json"
+NATIVE_STACKS_FILE = "stacks-native.json"
 FATAL_STACKS_FILE = "stacks-fatal.txt"
 FLIGHT_RECORDER_FILE = "flight-recorder.json"
 RANKS_FOLDER = "ranks"

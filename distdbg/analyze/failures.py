@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from distdbg.analyze import bundles
 from distdbg.analyze.facts import Facts
 from distdbg.analyze.rank import Open
-from distdbg.analyze.read import json_file
 
 _SIGNALS = {
     "SIGSEGV": "a memory error in native code",
@@ -64,9 +64,7 @@ def _exception(facts: Facts, first: int) -> dict[str, Any]:
     evidence = [f"rank {first} raised {failure.type} at {failure.source or failure.where}, before any other failed"]
     if entry["node"]:
         evidence.append(f"node {entry['node']} was entered on rank {first} and not left")
-        outcome = _replayed(facts, first, entry)
-        if outcome:
-            evidence.append(f"run again alone: {outcome}")
+        evidence += bundles.sentences(facts, first, entry)
     later = [r for r, f in facts.failures.items() if f.from_peer]
     ruled = ["a mismatch of collectives: the ranks issued the same calls until then"] if len(facts.views) > 1 else []
     if later:
@@ -81,16 +79,6 @@ def _exception(facts: Facts, first: int) -> dict[str, Any]:
         "ruled_out": ruled,
         "confidence": 0.99,
     }
-
-
-def _replayed(facts: Facts, rank: int, entry: dict[str, Any]) -> str:
-    """What the failed node did when it was run again in its process, from its bundle; "" where there is none."""
-    folder = facts.run.path / "bundles"
-    for path in sorted(folder.glob(f"rank{rank}-step{entry['step']}-*.bundle/bundle.json")):
-        about = json_file(path, []) or {}
-        if about.get("node") == entry["node"] and isinstance(about.get("outcome"), str):
-            return str(about["outcome"])[:300]
-    return ""
 
 
 def _exited(facts: Facts, rank: int) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Shard:
     meta: dict[str, Any]
     exception: dict[str, Any] | None = None
     stacks: dict[str, Any] | None = None
+    native_stacks: dict[str, Any] | None = None
     fatal_stacks: Path | None = None
 
 
@@ -329,5 +330,6 @@ def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | 
         meta=about,
         exception=json_file(folder / schema.EXCEPTION_FILE, problems),
         stacks=json_file(folder / schema.STACKS_FILE, problems),
+        native_stacks=json_file(folder / schema.NATIVE_STACKS_FILE, problems),
         fatal_stacks=fatal if fatal.exists() else None,
     )

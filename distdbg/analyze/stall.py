@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from distdbg.analyze import circling
+from distdbg.analyze import circling, stuck
 from distdbg.analyze.facts import Facts
 from distdbg.analyze.failures import where_of
 from distdbg.analyze.waits import roots
@@ -114,7 +114,7 @@ def _stalled(facts: Facts, ranks: set[int]) -> dict[str, Any]:
     entry = culprits[0]
     verb = "stand" if len(culprits) > 1 else "stands"
     summary = f"{who} {verb} still in {where_of(entry)} since {entry['since_s']} s, waiting for no rank"
-    evidence = [_seen(facts, c) for c in culprits]
+    evidence = [text for c in culprits for text in (_seen(facts, c), *stuck.sentences(facts, c))]
     for other, wait in sorted(facts.blocked.items()):
         evidence.append(f"rank {other} waits in {wait.text} for {facts.names(wait.on)}")
     return {

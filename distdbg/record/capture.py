@@ -16,7 +16,7 @@ import torch
 
 from distdbg.errors import say
 from distdbg.record import errors
-from distdbg.record.contents import Contents, collect
+from distdbg.record.contents import Contents, collect, outline
 from distdbg.record.session import Session
 from distdbg.replay.bundle import BUNDLES_FOLDER, bundle_name, write_bundle
 from distdbg.replay.describe import describe, size_of
@@ -98,7 +98,7 @@ class Capture:
 
     def failed(self, held: Held, error: BaseException) -> None:
         """A backward raised while a node was open."""
-        if not isinstance(error, Exception) or _out_of_memory(error):
+        if not isinstance(error, Exception) or isinstance(error, MemoryError):
             return
         mark = (id(error), errors.title(error))
         if mark == self._last or self._failures >= MAX_FAILURES:
@@ -138,11 +138,17 @@ class Capture:
         if node is None:
             return None
         deadline = time.monotonic() + WAIT_S / 3
+        if error is not None and _out_of_memory(error):
+            contents = outline(node, held, error)
+            return self._write(node, held, error, contents)
         with _device_of(held.grads):
             module = self._module(held.hook.module)
-            contents: Contents = collect(node, held, error, module, self.limit, deadline)
-        about = {**self._who(held, node, error), "module_class": type(module).__name__ if module is not None else None}
-        about.update(contents.about)
+            contents = collect(node, held, error, module, self.limit, deadline)
+        contents.about["module_class"] = type(module).__name__ if module is not None else None
+        return self._write(node, held, error, contents)
+
+    def _write(self, node: Any, held: Held, error: Exception | None, contents: Contents) -> Path:
+        about = {**self._who(held, node, error), **contents.about}
         folder = self.session.settings.run_dir / BUNDLES_FOLDER
         name = bundle_name(about["rank"], about["step"], about["node"])
         return write_bundle(folder, name, about, contents.tensors)

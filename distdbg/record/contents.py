@@ -82,6 +82,24 @@ def _add_module(contents: Contents, module: torch.nn.Module) -> None:
         }
 
 
+def outline(node: Any, held: Any, error: Exception) -> Contents:
+    """As collect(), for when memory is short or the device is lost: shapes and dtypes, no value, no run."""
+    contents = Contents(0)
+    about = contents.about
+    why = "memory was short or the device did not answer"
+    about["error"] = _error(error)
+    about["inputs"] = [describe(grad, values=False) for grad in held.grads]
+    about["expects"] = [alone.metadata_of(metadata) for metadata in node._input_metadata]
+    about["returns"] = [alone.metadata_of(edge) for edge in alone.edges(node)]
+    about["function"] = _function(node)
+    about["needs_input_grad"] = list(node.needs_input_grad) if alone.is_function(node) else None
+    about.update(outputs=[], saved={}, context={}, parameters={}, buffers={}, rng=None, versions=_versions())
+    about["replay"] = {"ran": False, "why_not": why, "kind": None, "runs": [], "probes": {}, "notes": []}
+    about.update(outcome=f"{alone.name_of(node)} was not run again: {why}", left_out=[f"all values: {why}"])
+    about["captured_unix_ns"] = time.time_ns()
+    return contents
+
+
 def _error(error: Exception | None) -> dict[str, Any] | None:
     if error is None:
         return None

@@ -74,7 +74,10 @@ def replay(
             break
     about["kind"] = _kind(about["runs"], original)
     if original is not None and about["kind"] != "flaky" and time.monotonic() < deadline:
-        about["probes"] = probes(node, grads, original, limit, deadline)
+        try:
+            about["probes"] = probes(node, grads, original, limit, deadline)
+        except Exception as fault:  # an operation that this kind of tensor does not have, say: the runs above stand
+            about["probes"] = {"skipped": errors.title(fault)[:300]}
     return about
 
 
@@ -191,7 +194,7 @@ def _not_possible(run: dict[str, Any]) -> bool:
 
 
 def _real(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.is_floating_point()
 
 
 def _non_finite(tensor: Any) -> bool:

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ BUNDLE_SUFFIX = ".bundle"
 ABOUT_FILE = "bundle.json"
 TENSORS_FILE = "tensors.safetensors"
 MAX_ABOUT_BYTES = 32 << 20
+MAX_DEPTH = 64  # of its JSON; readers and printers recurse
 
 # torch's dtype -> the name that safetensors gives it; tensors of other dtypes are described only
 DTYPES = {
@@ -37,6 +39,9 @@ _LISTS = ("inputs", "expects", "outputs")
 _DICTS = ("saved", "context", "parameters", "buffers", "versions", "replay")
 _TEXTS = ("node", "outcome", "reason")
 _NUMBERS = ("rank", "step", "attempt")
+_MAYBE_NUMBERS = ("backward", "call", "node_index")
+_MAYBE_TEXTS = ("module", "module_class", "source")
+_MEASURES = ("min", "max", "norm", "nan", "inf")
 
 
 # ---- writing
@@ -213,13 +218,38 @@ def _check(path: Path, about: Any) -> None:
         about.get("function"), (dict, type(None))
     ):
         raise _damaged(path, f"'error' and 'function' of {ABOUT_FILE} are objects or null")
+    _check_more(path, about)
     for name in [*about["context"], *about["saved"]]:
         if not name.isidentifier() or name.startswith("__"):
             raise _damaged(path, f"{name[:60]!r} is no name of an attribute")
     entries = [*about["inputs"], *about["outputs"], *about["saved"].values(), *about["parameters"].values()]
-    for entry in [*entries, *about["buffers"].values(), *about["expects"]]:
+    for entry in [*about["inputs"], *about["expects"]]:
+        if not (entry is None or (isinstance(entry, dict) and "shape" in entry)):
+            raise _damaged(path, f"an entry of 'inputs' or 'expects' of {ABOUT_FILE} is no tensor's description")
+    for entry in [*entries, *about["buffers"].values(), *about["context"].values(), *about["expects"]]:
         if isinstance(entry, dict) and "shape" in entry:
             _check_description(path, entry)
+
+
+def _check_more(path: Path, about: dict[str, Any]) -> None:
+    """What may be left out, the size of numbers, and how deep it goes."""
+    level, depth = [about[name] for name in about], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _damaged(path, f"{ABOUT_FILE} is nested more than {MAX_DEPTH} deep")
+        inner = [item for item in level if isinstance(item, (dict, list))]
+        level = [found for item in inner for found in (item.values() if isinstance(item, dict) else item)]
+    for name in (*_NUMBERS, *_MAYBE_NUMBERS):
+        number = about.get(name)
+        if number is not None and (type(number) is not int or not 0 <= number < 1 << 63):
+            raise _damaged(path, f"{name!r} of {ABOUT_FILE} is no number of that kind")
+    for name in _MAYBE_TEXTS:
+        if not isinstance(about.get(name), (str, type(None))):
+            raise _damaged(path, f"{name!r} of {ABOUT_FILE} is no text")
+    for name in ("left_out", "needs_input_grad"):
+        if not isinstance(about.get(name), (list, type(None))):
+            raise _damaged(path, f"{name!r} of {ABOUT_FILE} is no list")
 
 
 def _check_description(path: Path, entry: dict[str, Any]) -> None:
@@ -227,6 +257,10 @@ def _check_description(path: Path, entry: dict[str, Any]) -> None:
     whole = isinstance(shape, list) and all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
     if not whole or not isinstance(entry.get("dtype"), str) or not isinstance(entry.get("key"), (str, type(None))):
         raise _damaged(path, "a tensor's description has no shape or no dtype")
+    for name in _MEASURES:
+        value = entry.get(name)
+        if value is not None and not (type(value) in (int, float) and abs(value) <= sys.float_info.max):
+            raise _damaged(path, f"a tensor's description has a {name!r} that is no number")
 
 
 def _described(about: Any, depth: int = 0) -> list[dict[str, Any]]:

@@ -16,9 +16,10 @@ def place_of(bundle: Bundle) -> tuple[Any, ...]:
     return (about["step"], about.get("backward"), about["node"], about.get("module"), about.get("call"))
 
 
-def compare_bundles(bundles: Sequence[Bundle]) -> list[str]:
+def compare_bundles(bundles: Sequence[Bundle], *, of: int | None = None) -> list[str]:
     """What differs in what came in, a sentence each; [] where nothing does.
 
+    With ``of`` (a rank) two ranks are told from that rank's side.
     Raises BundleError where the bundles are not of one node.
     """
     if len({place_of(bundle) for bundle in bundles}) > 1:
@@ -28,7 +29,7 @@ def compare_bundles(bundles: Sequence[Bundle]) -> list[str]:
     for index in range(max((len(bundle.about["inputs"]) for bundle in bundles), default=0)):
         entries = {int(b.about["rank"]): _entry(b, index) for b in bundles}
         name = "incoming gradient" if index == 0 else f"incoming gradient {index}"
-        found += _differences(name, entries)
+        found += _differences(name, entries, of)
     return found
 
 
@@ -38,10 +39,10 @@ def _entry(bundle: Bundle, index: int) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _differences(name: str, entries: dict[int, dict[str, Any] | None]) -> list[str]:
+def _differences(name: str, entries: dict[int, dict[str, Any] | None], of: int | None) -> list[str]:
     for look in (_shape, _dtype, _finite):
         values = {rank: look(entry) for rank, entry in entries.items()}
-        told = _told(name, values)
+        told = _told(name, values, of)
         if told:
             return told  # what follows from a difference of shape is not told again
     norms = {rank: entry.get("norm") for rank, entry in entries.items() if entry is not None}
@@ -49,9 +50,12 @@ def _differences(name: str, entries: dict[int, dict[str, Any] | None]) -> list[s
     return _norms(name, known)
 
 
-def _told(name: str, values: dict[int, str]) -> list[str]:
+def _told(name: str, values: dict[int, str], of: int | None) -> list[str]:
     if len(set(values.values())) < 2:
         return []
+    if of in values and len(values) == 2:
+        (other,) = (rank for rank in values if rank != of)
+        return [f"rank {of}'s {name} is {values[of]} where rank {other}'s is {values[other]}"]
     usual, count = Counter(values.values()).most_common(1)[0]
     others = Counter(values.values()).most_common(2)[1][1]
     if count == others:  # no majority: each is told

@@ -57,8 +57,9 @@ def rerun(bundle: Bundle, source: Path | None = None, *, debug: bool = False) ->
     """
     about = bundle.about
     bundle.inputs, bundle.saved, bundle.context  # noqa: B018 - damage shows before anything is run
-    if any(entry is not None and entry.get("key") is None for entry in about["inputs"]):
-        return _not_run("a gradient that came in is described only: it was larger than --capture-mb")
+    for entry in about["inputs"]:
+        if entry is not None and entry.get("key") is None:
+            return _not_run(f"a gradient that came in is described only: {_why_no_values(entry)}")
     never = alone.why_never(SimpleNamespace(name=lambda: about["node"]))
     if never is not None:
         return _not_run(never)
@@ -79,6 +80,12 @@ def rerun(bundle: Bundle, source: Path | None = None, *, debug: bool = False) ->
     except Exception as error:
         return _raised(bundle, error, "operation rebuilt")
     return _returned(bundle, outputs, "operation rebuilt")
+
+
+def _why_no_values(entry: dict[str, Any]) -> str:
+    if "class" in entry:
+        return f"it was a {entry['class']}, not a plain tensor"
+    return "it was sparse" if "layout" in entry else "it was larger than --capture-mb, or memory was short"
 
 
 def _not_run(why: str) -> Result:

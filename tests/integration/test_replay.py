@@ -1,6 +1,7 @@
 """Nodes that fail in real jobs leave bundles, and the jobs end as they would have."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -145,3 +146,45 @@ def test_peak_memory(size: int, limit: int, tmp_path: Path) -> None:
     lines = [line.split() for line in found.out.splitlines() if line.startswith(("before", "after"))]
     assert list((tmp_path / "run" / "bundles").iterdir())
     assert int(lines[-1][1]) - int(lines[0][1]) <= limit << 10
+
+
+STUCK = """
+class Stands(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if RANK == 1:
+            time.sleep(600)
+        return grad
+
+
+dist.init_process_group("gloo")
+x = torch.ones(3, 4, requires_grad=True)
+Stands.apply(x * 2).sum().backward()
+dist.all_reduce(x.grad)
+"""
+PY_SPY = """#!/bin/sh
+echo "$5" >> {folder}/asked
+echo '[{{"os_thread_id": '$5', "thread_name": null, "owns_gil": false, "frames":
+    [{{"name": "clock_nanosleep", "short_filename": "libc.so.6", "line": 0}}]}}]'
+"""
+
+
+def test_a_stuck_node(tmp_path: Path) -> None:
+    """Native stacks are taken of the rank that stands and of no other; they and what its node received are evidence."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "py-spy"
+    program.write_text(PY_SPY.format(folder=tmp_path))
+    program.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    options = ("--stall-timeout", "3", "--on-stall", "kill")
+    found = jobs.distdbg(jobs.write(tmp_path, STUCK), *options, PATH=path)
+    assert found.named == ("stalled", [1])
+    assert "StandsBackward of rank 1 received float32[3, 4]" in found.verdict["evidence"]
+    assert "rank 1's main thread stands in clock_nanosleep (libc.so.6)" in found.verdict["evidence"]
+    (folder,) = (tmp_path / "run" / "ranks").glob("rank00001-*")
+    assert (folder / "stacks-native.json").exists()
+    assert (tmp_path / "asked").read_text().split() == [folder.name.rpartition("-")[2]]

@@ -1,12 +1,15 @@
 """The reasoning, on jobs written event by event: who is named, for what, and when nobody is."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distdbg.analyze.verdict import diagnose
 from distdbg.schema import EventKind as K
+from tests.unit.replay import bundles
 from tests.unit.shards import UNIX, Rank, job, launcher, train
 
 
@@ -46,17 +49,65 @@ def test_an_exception_in_a_node(run_dir: Path) -> None:
     for number in (0, 2):
         ranks[number].forward("", "layer", "head").backward("AddBackward0", "AddmmBackward0").call().wait()
         ranks[number].sleep(1).raised("gloo/transport: Connection closed by peer", peer=True, kind="RuntimeError")
-    bundle = run_dir / "bundles" / "rank1-step3-ExpBackward0.bundle"
-    bundle.mkdir(parents=True)
-    (bundle / "bundle.json").write_text('{"node": "ExpBackward0", "outcome": "it failed the same way"}')
+    bundles.write(run_dir / "bundles", [torch.ones(8, 4)], rank=1, outcome="it failed the same way")
+    for number in (0, 2):
+        bundles.write(run_dir / "bundles", [torch.ones(16, 4)], rank=number, reason="asked")
+    bundles.write(run_dir / "bundles", [torch.ones(3)], rank=2, step=2, reason="asked")
+    (run_dir / "bundles" / "rank1-step3-Another.bundle").mkdir()
     verdict = diagnose(run_dir)
     assert named(verdict) == ("exception", [1])
     assert "run again alone: it failed the same way" in verdict["evidence"]
+    assert "rank 1's incoming gradient is [8, 4] where the others have [16, 4]" in verdict["evidence"]
     culprit = verdict["culprits"][0]
     assert (culprit["phase"], culprit["node"], culprit["module"]) == ("backward", "ExpBackward0", "net.act")
     assert (culprit["step"], culprit["error"]) == (3, "ValueError: bad")
     assert [victim["rank"] for victim in verdict["victims"]] == [0, 2]
     assert all(victim["waits_for"] == [1] for victim in verdict["victims"])
+
+
+def test_what_a_failed_node_received_a_step_earlier(run_dir: Path) -> None:
+    """With --describe and no bundle of a peer: what the same node of the same rank received the step before."""
+    ranks = job(run_dir, 2)
+    for shape in ("[16, 4]", "[16, 4]", "[8, 4]"):
+        for rank in ranks:
+            rank.forward("", "layer").backward(
+                "AddBackward0", "ExpBackward0", leave=shape != "[8, 4]" or rank.rank == 0
+            )
+            node, module = rank.writer.intern("node", "ExpBackward0"), rank.module("layer")
+            text = rank.writer.intern("text", f"received (float32{shape})")
+            rank.event(K.DESCRIBE, node, module, 1, rank.backwards - 1, text)
+            if shape != "[8, 4]":
+                rank.call().step()
+    ranks[1].raised("bad")
+    evidence = diagnose(run_dir)["evidence"]
+    told = "ExpBackward0 received (float32[8, 4]) in step 2, where a step earlier it received (float32[16, 4])"
+    assert told in evidence
+
+
+def test_what_a_stuck_node_received(run_dir: Path) -> None:
+    """Native frames and the open node's gradients are cited, unless they are older than the rank's last event."""
+    ranks = job(run_dir, 2)
+    train(ranks)
+    ranks[1].backward("AddBackward0", "ExpBackward0", module="net.act", leave=False)
+    ranks[0].backward("AddBackward0", "AddmmBackward0").call().wait()
+    for rank in ranks:
+        rank.sleep(60).beat()
+    launcher(run_dir, {"event": "stall", "at": 60, "silence_s": 60, "limit_s": 30})
+    received = [{"shape": [8, 4], "dtype": "float32", "finite": False}, None]
+    node = {"node": "ExpBackward0", "node_index": 1, "module": "net.act", "received": received}
+    frames = [["poll", "libc.so.6", 0], ["backward", "train.py", 12]]
+    threads = [{"os_thread_id": 7, "frames": frames}, {"os_thread_id": 8, "frames": []}, "damaged"]
+    told = {
+        "ExpBackward0 of rank 1 received float32[8, 4], not finite, None",
+        "rank 1's main thread stands in poll (libc.so.6), called by backward (train.py:12)",
+    }
+    for taken, there in ((UNIX + 60_000_000_000, True), (UNIX - 1, False)):
+        about = {"t_unix_ns": taken, "pid": 7, "threads": threads}
+        ranks[1].writer.write_text("stacks-native.json", json.dumps(about))
+        ranks[1].writer.write_text("stacks.json", json.dumps({"t_unix_ns": taken, "open_nodes": [node]}))
+        verdict = diagnose(run_dir)
+        assert named(verdict) == ("stalled", [1])
+        assert (told <= set(verdict["evidence"])) is there
 
 
 def test_a_wrapped_peer_error_is_no_own_failure(run_dir: Path) -> None:

@@ -373,15 +373,58 @@ def test_switched_off(start: Callable[..., Path]) -> None:
     assert not (run_dir / "bundles").exists()
 
 
-def test_not_when_out_of_memory(start: Callable[..., Path]) -> None:
-    """Where memory ran out nothing more is asked of it."""
+def test_out_of_memory(start: Callable[..., Path]) -> None:
+    """Where memory ran out nothing is run and no value read: the bundle has shapes and the error."""
     run_dir = start()
+    calls: list[int] = []
 
     def allocates(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
         return torch.empty(1 << 50)
 
-    assert "allocate memory" in str(fail(allocates))
-    assert not (run_dir / "bundles").exists()
+    error = fail(allocates)
+    assert "allocate memory" in str(error)
+    assert calls == [1]
+    bundle = only(run_dir)
+    assert bundle.about["error"]["message"] == str(error)
+    assert bundle.about["inputs"][0]["shape"] == [2, 3]
+    assert (bundle.tensors, bundle.about["replay"]["ran"], bundle.replay().ran) == ({}, False, False)
+
+
+def test_a_sparse_gradient(start: Callable[..., Path]) -> None:
+    """A node that received a sparse gradient is run again with it, and leaves a bundle that describes it."""
+    run_dir = start()
+    Step.does = staticmethod(refuse)
+    table = Step.apply(torch.ones(5, 2, requires_grad=True) * 2, 0.0)
+    with pytest.raises(ValueError, match="level must be positive"):
+        torch.nn.functional.embedding(torch.tensor([1, 2]), table, sparse=True).sum().backward()
+    bundle = only(run_dir)
+    assert (bundle.about["replay"]["kind"], bundle.inputs) == ("deterministic", [None])
+    assert "it was sparse" in bundle.replay().summary
+
+
+@pytest.mark.parametrize(
+    ("x", "change"),
+    [
+        (torch.ones(0, 2), lambda y: y),
+        (torch.ones(4, 2, dtype=torch.complex64), lambda y: y.abs()),
+        (torch.ones(4, 2, dtype=torch.bfloat16), lambda y: y),
+        (torch.ones(4, 2), lambda y: y.t() @ torch.ones(4, 3)),
+        (torch.ones(4, 2), lambda y: y.sum().expand(4, 4)),
+    ],
+    ids=["zero-size", "complex", "bfloat16", "strided", "expanded"],
+)
+def test_gradients_of_all_kinds(x: torch.Tensor, change: Callable[[Any], Any], start: Callable[..., Path]) -> None:
+    """Zero-size, complex, bfloat16, strided and expanded: the node fails again, and its bundle opens."""
+    run_dir = start()
+    Step.does = staticmethod(refuse)
+    x.requires_grad_()
+    with pytest.raises(ValueError, match="level must be positive"):
+        change(Step.apply(x * 2, 0.0)).sum().backward()
+    bundle = only(run_dir)
+    assert bundle.about["replay"]["kind"] == "deterministic"
+    assert (bundle.inputs[0].shape, bundle.inputs[0].dtype) == (x.shape, x.dtype)
+    assert "--source" in bundle.replay().summary
 
 
 def test_bounded_in_size(start: Callable[..., Path]) -> None:

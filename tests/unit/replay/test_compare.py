@@ -44,3 +44,9 @@ def test_other_nodes(tmp_path: Path) -> None:
     other = load_bundle(bundles.write(tmp_path, [torch.ones(1)], rank=1, step=4))
     with pytest.raises(BundleError, match="not of one node"):
         compare_bundles([*one, other])
+
+
+def test_two_ranks_from_one_side(tmp_path: Path) -> None:
+    """A verdict that knows who failed says so from that rank's side."""
+    two = of(tmp_path, torch.ones(16, 4), torch.ones(8, 4))
+    assert compare_bundles(two, of=1) == ["rank 1's incoming gradient is [8, 4] where rank 0's is [16, 4]"]
