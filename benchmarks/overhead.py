@@ -3,7 +3,8 @@
     python benchmarks/overhead.py [--repeats 3] [--json] [--only gpt dense residual]
 
 Workloads: a small GPT (4 layers, width 256, batch 4 x 128), a dense chain of 5,003 tiny nodes, and a residual
-network of 18 blocks, on one thread. Ways: `none`; `distdbg` (Python hooks); `distdbg+numerics`; `profiler`
+network of 18 blocks, on one thread. Ways: `none`; `python` (Python's hooks); `native` (where `distdbg build-native`
+was run), both also with `+numerics`; `profiler`
 (torch.profiler, CPU); `anomaly` (detect_anomaly); `print` (a recursive walk that prints in a pair of hooks on each
 node, with a visited set) and `print, no set` (the same without one, which takes every path through a residual
 add: stopped after 200,000 visits). Time is CPU time of the training thread, so that a noisy neighbour counts less.
@@ -25,7 +26,17 @@ from typing import Any, ClassVar
 
 WORKLOADS = {"gpt": 3, "dense": 5, "residual": 20}  # steps in a block
 BLOCKS = 4
-WAYS = ("none", "distdbg", "distdbg+numerics", "profiler", "anomaly", "print", "print, no set")
+WAYS = (
+    "none",
+    "python",
+    "native",
+    "python+numerics",
+    "native+numerics",
+    "profiler",
+    "anomaly",
+    "print",
+    "print, no set",
+)
 VISITS = 200_000
 
 
@@ -90,8 +101,8 @@ def recording(way: str, place: str) -> Any:
     """A context in which steps run the given way."""
     import torch
 
-    if way.startswith("distdbg"):
-        return Recording(place, numerics=way.endswith("numerics"))
+    if way.startswith(("python", "native")):
+        return Recording(place, recorder=way.partition("+")[0], numerics=way.endswith("numerics"))
     if way == "profiler":
         return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     return torch.autograd.detect_anomaly(check_nan=True) if way == "anomaly" else nullcontext()
@@ -102,13 +113,14 @@ class Recording:
 
     started_ms: ClassVar[list[float]] = []
 
-    def __init__(self, place: str, *, numerics: bool) -> None:
-        self.place, self.numerics = place, numerics
+    def __init__(self, place: str, *, recorder: str, numerics: bool) -> None:
+        self.place, self.recorder, self.numerics = place, recorder, numerics
 
     def __enter__(self) -> None:
         began = time.thread_time_ns()
         import distdbg
 
+        os.environ["DISTDBG_RECORDER"] = self.recorder
         os.environ["DISTDBG_NUMERICS"] = "1" if self.numerics else ""
         distdbg.start(f"{self.place}/{len(self.started_ms)}")
         self.started_ms.append((time.thread_time_ns() - began) / 1e6)

@@ -67,3 +67,5 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("DISTDBG_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")) or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
+    # Whether a native recorder lies in the user's cache is chance; its own tests ask for it.
+    monkeypatch.setenv("DISTDBG_RECORDER", "python")

@@ -153,7 +153,7 @@ class Session:
         parts = [
             modules,
             numerics,
-            Engine(self, modules, numerics),
+            Engine(self, modules, numerics, found),
             Collectives(self),
             Replicas(self),
             Loop(self, numerics),
