@@ -11,6 +11,7 @@ A run directory::
         meta.json                       who wrote this: rank, world size, host, pid, clock anchor
         names.jsonl                     [id, category, text, extra] a line, in order of first use
         seg-000000.dds, seg-000001.dds  preallocated segments: a header page, then records
+        clock.jsonl                     comparisons with the clock of rank 0's host
         exception.json  stacks.json  stacks-fatal.txt     evidence in text, where there is some
       bundles/rank2-step3-MulBackward0.bundle/   a failed node: bundle.json, tensors.safetensors
       timeline.csv  verdict.json
@@ -51,6 +52,7 @@ NAMES_FILE = "names.jsonl"
 EXCEPTION_FILE = "exception.json"
 STACKS_FILE = "stacks.json"
 FATAL_STACKS_FILE = "stacks-fatal.txt"
+CLOCK_FILE = "clock.jsonl"  # [t ns, offset ns, error ns, reference rank] a line
 FLIGHT_RECORDER_FILE = "flight-recorder.json"
 RANKS_FOLDER = "ranks"
 RUN_FILE = "run.json"
@@ -105,6 +107,7 @@ class EventKind(IntEnum):
     DESCRIBE = 39  # as the hook before it; b: text, shapes and dtypes of what it received or returned
     MAGNITUDE = 40  # numerics. name: node or 0; seq: pack(node_index, backward); a: MAGNITUDE_*; b: float64's bits
     CALL_RAISED = 42  # a collective, a wait or a setup raised. name: error
+    CLOCK = 44  # this host's clock was compared; seq: reference rank; a: ns to add to get its time; b: error, ns
     DIGEST = 41  # numerics, after a step. name: parameter; a: hash of its bits
 
     @property
