@@ -169,15 +169,14 @@ class Peer(Exchanger):
 def connect() -> Store | str:
     """A connection of our own to the store of the default process group, or why there is none."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     store: Any = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if type(store) is not dist.TCPStore:
+    if type(store) is not TCPStore:
         return f"the job's store is a {type(store).__name__}, which is not asked"
-    own: Store = dist.TCPStore(
-        store.host, store.port, None, False, timeout=timedelta(seconds=10), wait_for_workers=False
-    )
+    own: Store = TCPStore(store.host, store.port, None, False, timeout=timedelta(seconds=10), wait_for_workers=False)
     return own
 
 
