@@ -85,7 +85,7 @@ class EventKind(IntEnum):
     OPTIMIZER_RAISED = 16  # name: error
     COLLECTIVE = 17  # issued. name: operation; seq: pack(collective_seq, source); a: pack(group, signature); b: bytes
     COLLECTIVE_END = 18  # the call that issued it came back; name, seq, a, b as COLLECTIVE
-    WAIT_BEGIN = 19  # Python waits for a collective's work
+    WAIT_BEGIN = 19  # Python waits for a collective's work; a: WAIT_OF_CALL where the call just issued does
     WAIT_END = 20
     CHECKPOINT_BEGIN = 21  # name: function
     CHECKPOINT_END = 22
@@ -115,6 +115,8 @@ class EventKind(IntEnum):
         """The event's name in the timeline: the lower-case name of the kind."""
         return "final_callback" if self is EventKind.BACKWARD_FINAL else self.name.lower()
 
+
+WAIT_OF_CALL = 1  # not the script: a call that comes back once it is done
 
 # Flags of EXCEPTION.b and of an error's `extra` in the names table.
 ERROR_IN_COLLECTIVE = 1  # raised while a collective or a wait for one was under way
