@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,9 @@ class Intervals:
         values = np.array(rows, dtype=np.int64).reshape(-1, 3)
         return cls(values[:, 0], values[:, 1], values[:, 2])
 
+    def at(self, rows: np.ndarray) -> "Intervals":
+        return Intervals(self.t[rows], self.low[rows], self.high[rows])
+
     def joined(self, other: "Intervals") -> "Intervals":
         pairs = ((self.t, other.t), (self.low, other.low), (self.high, other.high))
         return Intervals(*(np.concatenate(pair) for pair in pairs))
@@ -127,6 +131,11 @@ def _narrowed(x: np.ndarray, low: np.ndarray, high: np.ndarray, wander: float) -
     return lower, np.minimum(forward, backward)
 
 
+def _moments(begin: int, end: int) -> np.ndarray:
+    """The ends of a time and enough in between to find where an error is largest."""
+    return np.linspace(begin, end, 500).astype(np.int64)
+
+
 # ---- what is known
 
 
@@ -155,10 +164,11 @@ class Clocks:
     reference: str = ""
     unix_ns: int = 0  # to add to the reference's time for unix time
     lines: dict[str, Line] = field(default_factory=dict)
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)  # the time recorded by it, where there are several
     wall: dict[str, int] = field(default_factory=dict)  # of a clock without a line: to add to its time for unix time
     exchanges: int = 0
     collectives: int = 0
-    contradictions: int = 0
+    broken: dict[str, int] = field(default_factory=dict)  # collectives that contradict a clock's line
 
     def to_unix(self, clock: str, t: np.ndarray) -> np.ndarray:
         """Unix time (ns) on the one timeline at moments of a clock (ns)."""
@@ -170,12 +180,34 @@ class Clocks:
         """``to_unix`` of one moment."""
         return int(self.to_unix(clock, np.array([t], dtype=np.int64))[0])
 
-    def error_ns(self, clock: str, t: np.ndarray) -> int | None:
-        """The largest error at these moments; None where no bound is known."""
+    def error_ns(self, clock: str) -> int | None:
+        """The largest error in the time that was recorded by a clock; None where no bound is known."""
         line = self.lines.get(clock)
-        if line is None:
+        if line is None or clock in self.broken:
             return None
-        return int(np.ceil(line.error(t).max())) if len(t) else 0
+        return int(np.ceil(line.error(_moments(*self.spans[clock])).max())) if clock in self.spans else 0
+
+    @property
+    def sentence(self) -> str:
+        """How well the times of different hosts compare, for a person; "" where there is one clock."""
+        if len(self.wall) < 2:
+            return ""
+        if self.broken:
+            return (
+                f"{sum(self.broken.values())} of {self.collectives} collectives contradict the clocks that "
+                f"{self.exchanges} exchanges gave: times of different hosts may be off by an unknown amount"
+            )
+        errors = [self.error_ns(clock) for clock in self.wall]
+        known = sorted(error for error in errors if error is not None)
+        if len(known) < len(errors):
+            return (
+                f"{len(errors) - len(known)} of {len(errors)} hosts' clocks were never compared with the others': "
+                "their times are by their own wall clocks, and off by an unknown amount"
+            )
+        by = [f"{self.exchanges} exchanges"] if self.exchanges else []
+        by += [f"the order of {self.collectives} collectives"] if self.collectives else []
+        within = f"{sum(known[-2:]) / 1e6:.3f} ms"
+        return f"times of different hosts ({len(errors)}) are comparable to within {within} (by {' and '.join(by)})"
 
 
 def clocks_of(pieces: Sequence[Piece]) -> Clocks:
@@ -198,6 +230,7 @@ def _solve(clocks: Clocks, names: list[str], pieces: Sequence[Piece]) -> None:
     exchanged = _exchanged(pieces)
     numbers: dict[str, int] = {}
     ordered = {name: ordered_of((p for p in pieces if p.clock == name), numbers) for name in names}
+    clocks.spans = {name: found.span for name, found in ordered.items()}
     open_names = [name for name in names if name != clocks.reference]
     settled = [clocks.reference]
     while settled and open_names:
@@ -228,18 +261,38 @@ def _settle(
     told = Intervals.of([(t, offset - error, offset + error) for t, offset, error in exchanged])
     every = Intervals(*between(ordered[name], ordered[via], DRIFT))
     told, every = (_through(clocks.lines[via], known) for known in (told, every))
-    line = fit(told.joined(_narrowest(every)))
-    if line is None and len(told.t):
-        line = fit(told)  # the exchanges are measured, the order of collectives is inferred
+    line, broken = _fit_all(told, every)
     if line is None:
         return False
     clocks.lines[name] = line
     clocks.exchanges += len(told.t)
     clocks.collectives += len(every.t)
-    offset = line.to_reference(every.t) - every.t
-    error = line.error(every.t) + 1
-    clocks.contradictions += int(np.count_nonzero((offset - error > every.high) | (offset + error < every.low)))
+    if broken:
+        clocks.broken[name] = broken
     return True
+
+
+def _fit_all(told: Intervals, every: Intervals) -> tuple[Line | None, int]:
+    """The line through the exchanges and what collectives tell, and how many collectives contradict it."""
+    known = told.joined(_narrowest(every))
+    line = fit(known)
+    for _ in range(3):
+        if line is None:
+            break
+        wrong = _contradicting(line, every)
+        if not len(wrong):
+            return line, 0
+        known = known.joined(_narrowest(every.at(wrong)))
+        line = fit(known)
+    line = fit(told)  # the exchanges are measured, the order of collectives is inferred
+    return line, len(_contradicting(line, every)) if line is not None else 0
+
+
+def _contradicting(line: Line, known: Intervals) -> np.ndarray:
+    """The positions of intervals that lie outside of a line's bounds."""
+    offset = line.to_reference(known.t) - known.t
+    error = line.error(known.t) + 1
+    return np.flatnonzero((offset - error > known.high) | (offset + error < known.low))
 
 
 def _through(line: Line, known: Intervals) -> Intervals:
@@ -261,23 +314,23 @@ def _narrowest(known: Intervals) -> Intervals:
     window = ((known.t - begin) / max(1, end - begin) * WINDOWS).astype(np.int64)
     order = np.lexsort((known.high - known.low, window))
     chosen = order[np.r_[True, np.diff(window[order]) > 0]]
-    return Intervals(known.t[chosen], known.low[chosen], known.high[chosen])
+    return known.at(chosen)
 
 
 # ---- a run that has been read
 
 
-def align(shards: Iterable[Shard], launcher: list[dict[str, object]]) -> Clocks:
+def align(shards: Iterable[Shard], launcher: Iterable[dict[str, Any]]) -> Clocks:
     """Put shards and the launchers' events on one timeline, in place; see ``Shard.clock_error_ns``."""
     shards = list(shards)
     clocks = clocks_of(shards)
-    hosts: dict[str, str] = {}
+    hosts: dict[str, set[str]] = {}
     for shard in shards:
         if not shard.clock:
             continue
-        hosts[shard.host] = shard.clock
+        hosts.setdefault(shard.host, set()).add(shard.clock)
         t = shard.records["t"]
-        shard.clock_error_ns = clocks.error_ns(shard.clock, _moments(t))
+        shard.clock_error_ns = clocks.error_ns(shard.clock)
         moved = clocks.to_unix(shard.clock, t)
         shard.anchor_unix_ns = clocks.moment(shard.clock, shard.anchor_mono_ns)
         moved = moved - (shard.anchor_unix_ns - shard.anchor_mono_ns)
@@ -286,17 +339,19 @@ def align(shards: Iterable[Shard], launcher: list[dict[str, object]]) -> Clocks:
             shard.records["t"] = moved
         _retime(shard.stacks, shard.clock, clocks)
     for event in launcher:
-        _retime(event, hosts.get(str(event.get("host", ""))), clocks)
-    launcher.sort(key=lambda event: int(str(event.get("t_unix_ns") or 0)))
+        _retime(event, _clock_of(event, hosts.get(str(event.get("host", "")), set()), clocks), clocks)
     return clocks
 
 
-def _moments(t: np.ndarray) -> np.ndarray:
-    """The ends of a time and enough moments in between to find where the error is largest."""
-    return np.linspace(t[0], t[-1], 500).astype(np.int64) if len(t) else t
+def _clock_of(event: dict[str, Any], candidates: set[str], clocks: Clocks) -> str:
+    """The clock of a launcher: of its host, which has another one once it was started anew."""
+    mono, unix = event.get("t_mono_ns"), event.get("t_unix_ns")
+    if type(mono) is not int or type(unix) is not int:
+        return ""
+    return min(candidates, key=lambda clock: abs(clocks.wall[clock] - (unix - mono)), default="")
 
 
-def _retime(about: dict[str, object] | None, clock: str | None, clocks: Clocks) -> None:
+def _retime(about: dict[str, Any] | None, clock: str, clocks: Clocks) -> None:
     """The wall time of a note beside the shard, from the monotonic time that it has, too."""
     mono = about.get("t_mono_ns") if about is not None else None
     if about is not None and clock and type(mono) is int and 0 < mono < 1 << 62 and "t_unix_ns" in about:

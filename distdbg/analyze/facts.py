@@ -38,6 +38,23 @@ class Facts:
     def problems(self) -> list[str]:
         return list(self.run.problems)
 
+    def apart_ns(self, one: int, other: int) -> int | None:
+        """Events of two ranks that are no further apart (ns) can't be told to be one before the other.
+
+        None where their clocks were never compared: then wall clocks are all there is.
+        """
+        views = [self.views.get(rank) for rank in (one, other)]
+        if one == other or len({view.shard.clock if view is not None else None for view in views}) == 1:
+            return 0
+        every = [view.shard.clock_error_ns for view in self.views.values()]
+        errors: list[int] = []
+        for view in views:
+            for error in [view.shard.clock_error_ns] if view is not None else every:
+                if error is None:
+                    return None
+            errors.append(view.shard.clock_error_ns or 0 if view is not None else max(e or 0 for e in every))
+        return sum(errors)
+
     @property
     def interrupted(self) -> bool:
         return self.cut is not None and not any(e.get("event") == "kill" for e in self.events)

@@ -27,6 +27,7 @@ class Ordered:
     call: np.ndarray
     begin: np.ndarray
     end: np.ndarray
+    span: tuple[int, int]  # of all that was recorded by this clock, ns
 
 
 def ordered_of(pieces: Iterable[Shard | ShardStream], numbers: dict[str, int]) -> Ordered:
@@ -35,18 +36,20 @@ def ordered_of(pieces: Iterable[Shard | ShardStream], numbers: dict[str, int]) -
     ``numbers`` is filled with a number for each kind of call in each group, and shared by all clocks of a run.
     """
     parts = []
+    spans: list[int] = []
     for piece in pieces:
         for records in piece.segments() if isinstance(piece, ShardStream) else [piece.records]:
+            spans += [int(records["t"].min()), int(records["t"].max())] if len(records) else []
             parts.extend(_calls(records, piece, numbers))
-    if not parts:
-        return Ordered(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    span = (min(spans, default=0), max(spans, default=0))
+    if not any(len(call) for call, _, _ in parts):
+        nothing = np.zeros(0, dtype=np.int64)
+        return Ordered(nothing, nothing, nothing, span)
     call, begin, end = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(call, kind="stable")
     call, begin, end = call[order], begin[order], end[order]
     starts = np.flatnonzero(np.diff(call, prepend=-1))
-    if not len(starts):
-        return Ordered(call, begin, end)
-    return Ordered(call[starts], np.maximum.reduceat(begin, starts), np.minimum.reduceat(end, starts))
+    return Ordered(call[starts], np.maximum.reduceat(begin, starts), np.minimum.reduceat(end, starts), span)
 
 
 def between(own: Ordered, other: Ordered, drift: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -71,6 +71,11 @@ class Run:
     problems: list[str] = field(default_factory=list)
     clocks: "Clocks | None" = None
 
+    @property
+    def clock_sentence(self) -> str:
+        """How well the times of different hosts compare; "" where there is one clock."""
+        return self.clocks.sentence if self.clocks else ""
+
 
 def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
     """Read a run directory; with ``tail_segments`` only the newest segments of each shard.
@@ -86,7 +91,6 @@ def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
         events = _json_lines(file, run.problems)
         host = file.stem.removeprefix(schema.LAUNCHER_PREFIX).rpartition("-")[0]
         run.launcher.extend({"host": host, **event} for event in events)
-    run.launcher.sort(key=lambda event: _int(event.get("t_unix_ns")))
     folders = sorted(p for p in (path / schema.RANKS_FOLDER).glob("*") if p.is_dir())
     if not folders:
         if run.launcher or run.run:
@@ -104,6 +108,7 @@ def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
     from distdbg.analyze.clock import align
 
     run.clocks = align(run.shards, run.launcher)
+    run.launcher.sort(key=lambda event: _int(event.get("t_unix_ns")))
     return run
 
 
@@ -128,6 +133,7 @@ class ShardStream:
         self.anchor_mono_ns = _int(anchor.get("mono_ns"))
         self.clock = _clock_id(about)
         self.clocks: Clocks | None = None
+        self.clock_error_ns: int | None = 0  # by how much its times may be off; None: not known
         self.offset_ns = self.anchor_unix_ns - self.anchor_mono_ns
         self.names = _read_names(folder, problems)
         groups = (name.extra or {} for name in self.names if name is not None and name.category == "group")
@@ -140,6 +146,7 @@ class ShardStream:
             self.clocks = clocks
             self.anchor_unix_ns = clocks.moment(self.clock, self.anchor_mono_ns)
             self.offset_ns = self.anchor_unix_ns - self.anchor_mono_ns
+            self.clock_error_ns = clocks.error_ns(self.clock)
 
     def text(self, number: int) -> str:
         """The text of a name, or a stand-in where the table does not have it."""
