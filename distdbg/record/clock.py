@@ -232,6 +232,8 @@ class Clock:
 
     def _run(self, rank: int, world: int) -> None:
         try:
+            if not self._goes_on():
+                return
             store = connect()
             if isinstance(store, str):
                 self._say(store)

@@ -109,7 +109,8 @@ def test_a_stop_ends_every_wait() -> None:
 
 def test_the_reference_goes_on_after_one_who_asked_and_went_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ticket without questions costs the limit of one answer, and the next is served."""
-    monkeypatch.setattr(clock, "ANSWER_S", 0.01)
+    monkeypatch.setattr(clock, "ANSWER_S", 0.2)
+    monkeypatch.setattr(clock, "TURN_POLL_S", 0.001)
     store, stop = Shelf(), threading.Event()
     store.add("p/tickets", 1)
     with answering(store, stop):
@@ -146,10 +147,11 @@ class Group:
 
 @pytest.fixture
 def recorded(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[session.Session]:
-    """A recording without torch's hooks, the beat of which is not due in this test."""
+    """A recording without torch's hooks, whose own comparison of clocks is over."""
     monkeypatch.setenv("DISTDBG_RUN_DIR", str(run_dir))
-    monkeypatch.setattr("distdbg.record.watchdog.BEAT_S", 1000)
-    yield session.open_session(session.Settings.from_environ())
+    found = session.open_session(session.Settings.from_environ())
+    found.parts[0]._clock.detach()
+    yield found
     distdbg.stop()
 
 
