@@ -204,7 +204,7 @@ class Clocks:
                 f"{len(errors) - len(known)} of {len(errors)} hosts' clocks were never compared with the others': "
                 "their times are by their own wall clocks, and off by an unknown amount"
             )
-        by = [f"{self.exchanges} exchanges"] if self.exchanges else []
+        by = [f"{self.exchanges} exchange{'s' if self.exchanges > 1 else ''}"] if self.exchanges else []
         by += [f"the order of {self.collectives} collectives"] if self.collectives else []
         within = f"{sum(known[-2:]) / 1e6:.3f} ms"
         return f"times of different hosts ({len(errors)}) are comparable to within {within} (by {' and '.join(by)})"

@@ -166,6 +166,47 @@ class Peer(Exchanger):
         return Exchange((asked + answered) // 2, (arrived - asked + left - answered) // 2, error)
 
 
+class Watched:
+    """A store that is not asked once its server has ended, since the failure of a question is heard on stderr.
+
+    The end is seen on a second connection, idle for its whole life, which the kernel closes with the server.
+    """
+
+    def __init__(self, store: Store, canary: socket.socket) -> None:
+        canary.setblocking(False)
+        self._store, self._canary = store, canary
+
+    def _asked(self) -> Store:
+        try:
+            ended = self._canary.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            ended = False
+        except OSError:
+            ended = True
+        if ended:
+            self._canary.close()
+            raise ConnectionError("the server of the job's store has ended")
+        return self._store
+
+    def set(self, key: str, value: str) -> None:
+        self._asked().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._asked().get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._asked().add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._asked().check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._asked().delete_key(key)
+
+    def __del__(self) -> None:
+        self._canary.close()
+
+
 def connect() -> Store | str:
     """A connection of our own to the store of the default process group, or why there is none."""
     import torch.distributed as dist
@@ -176,8 +217,12 @@ def connect() -> Store | str:
         store = store.underlying_store
     if type(store) is not TCPStore:
         return f"the job's store is a {type(store).__name__}, which is not asked"
+    try:
+        canary = socket.create_connection((store.host, store.port), timeout=10)
+    except OSError as error:
+        return f"the job's store is not reached: {error.strerror or error}"
     own: Store = TCPStore(store.host, store.port, None, False, timeout=timedelta(seconds=10), wait_for_workers=False)
-    return own
+    return Watched(own, canary)
 
 
 def _initialized() -> tuple[int, int] | None:

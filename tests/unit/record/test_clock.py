@@ -1,5 +1,7 @@
 """The exchange over the store: true within its bound, tidy, and never in the way of the job."""
 
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 import distdbg
 from distdbg.record import clock, session
-from distdbg.record.clock import Clock, Exchange, Peer, Reference, Store, clock_id, connect
+from distdbg.record.clock import Clock, Exchange, Peer, Reference, Store, Watched, clock_id, connect
 from tests.unit.shards import SECOND
 
 
@@ -276,3 +278,17 @@ def test_a_connection_of_our_own_does_not_wait_for_the_jobs() -> None:
     own.set("later", "1")
     waiting.join(timeout=20)
     assert not waiting.is_alive()
+
+
+def test_a_store_whose_server_has_ended_is_not_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    """The end of the server raises an error of ours, before torch writes a page about it on the job's stderr."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        canary = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+        store = Watched(Shelf(), canary)
+        assert store.add("count", 1) == 1
+        ours.close()
+        select.select([canary], [], [], 20)
+        with pytest.raises(ConnectionError):
+            store.add("count", 1)
+    assert capfd.readouterr().err == ""
