@@ -176,6 +176,10 @@ class Clocks:
         result: np.ndarray = t + self.wall[clock] if line is None else line.to_reference(t) + self.unix_ns
         return result
 
+    def drifts(self, clock: str) -> bool:
+        """Whether a clock's times need more than one number to be added."""
+        return clock in self.lines and len(self.lines[clock].x) > 0
+
     def moment(self, clock: str, t: int) -> int:
         """``to_unix`` of one moment."""
         return int(self.to_unix(clock, np.array([t], dtype=np.int64))[0])
@@ -329,14 +333,12 @@ def align(shards: Iterable[Shard], launcher: Iterable[dict[str, Any]]) -> Clocks
         if not shard.clock:
             continue
         hosts.setdefault(shard.host, set()).add(shard.clock)
-        t = shard.records["t"]
         shard.clock_error_ns = clocks.error_ns(shard.clock)
-        moved = clocks.to_unix(shard.clock, t)
         shard.anchor_unix_ns = clocks.moment(shard.clock, shard.anchor_mono_ns)
-        moved = moved - (shard.anchor_unix_ns - shard.anchor_mono_ns)
-        if not np.array_equal(moved, t):
+        if clocks.drifts(shard.clock):
+            moved = clocks.to_unix(shard.clock, shard.records["t"])
             shard.records = shard.records.copy()
-            shard.records["t"] = moved
+            shard.records["t"] = moved - (shard.anchor_unix_ns - shard.anchor_mono_ns)
         _retime(shard.stacks, shard.clock, clocks)
     for event in launcher:
         _retime(event, _clock_of(event, hosts.get(str(event.get("host", "")), set()), clocks), clocks)

@@ -174,7 +174,7 @@ class ShardStream:
                 self.problems.append(str(error))
                 continue
             records = records[np.isin(records["kind"], kinds)]
-            if self.clocks is not None:
+            if self.clocks is not None and self.clocks.drifts(self.clock):
                 records = records.copy()
                 records["t"] = self.clocks.to_unix(self.clock, records["t"]) - self.offset_ns
             yield records

@@ -33,6 +33,7 @@ ROUNDS = 10  # the quickest counts
 SPINS = 200  # questions to the store without a pause in between, for an answer that is due at once
 FIRST_S = (0.0, 2.0, 10.0, 30.0)  # from the start: early ones so that the drift of a short job is known
 EVERY_S = 60.0
+MAX_FAILURES = 3
 PATIENCE_S = 120.0  # for rank 0 to say that it can be asked
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -104,6 +105,11 @@ class Reference(Exchanger):
     def __init__(self, store: Store, prefix: str, stop: threading.Event, now: Callable[[], int]) -> None:
         super().__init__(store, prefix, stop, now)
         self._served = 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether anybody of another host has asked yet."""
+        return self._served > 0
 
     def wanted(self, world: int) -> bool:
         """False once all other ranks have said that they have this clock."""
@@ -243,6 +249,7 @@ class Clock:
         self._thread: threading.Thread | None = None
         self._id = clock_id()
         self._done = False
+        self._failures = 0
         self._seen: set[str] = set()  # of process groups that are no more
         session.writer.write_meta({"clock": {"id": self._id}})
 
@@ -288,9 +295,10 @@ class Clock:
             else:
                 self._follow(store)
         except Exception as error:  # the store is gone, or the job has ended; the clocks are as they were
+            self._failures += 1
             if self._goes_on():
                 self._say(f"ended by {type(error).__name__}")
-                self._done = True
+                self._done = self._failures >= MAX_FAILURES  # there may be a new process group already
 
     def _root(self) -> str:
         identity = self._session.identity
@@ -305,7 +313,7 @@ class Clock:
         store.set(f"{self._root()}/reference", f"{epoch} {self._id}")
         self._say("this rank's clock is the reference")
         while self._goes_on():
-            if not reference.wanted(world):
+            if not reference.asked and not reference.wanted(world):
                 self._say("one host")
                 self._done = True
                 return
@@ -327,7 +335,9 @@ class Clock:
             self._done = True
             return
         self._say("with rank 0")
-        self._ask(Peer(store, prefix, self._stop, time.monotonic_ns))
+        peer = Peer(store, prefix, self._stop, time.monotonic_ns)
+        key = f"{self._root()}/reference"
+        self._ask(peer, lambda: store.get(key).decode().split()[0] in self._seen)
 
     def _find(self, store: Store) -> tuple[str, str] | None:
         """(prefix of the keys, the reference's clock)."""
@@ -340,23 +350,28 @@ class Clock:
                     self._seen.add(epoch)
                     return f"{self._root()}/{epoch}", reference
             if time.monotonic() > end:
-                self._say("rank 0 is not recorded")
+                if not self._seen:
+                    self._say("rank 0 is not recorded")
                 self._done = True
                 return None
             self._stop.wait(POLL_S)
         return None
 
-    def _ask(self, peer: Peer) -> None:
+    def _ask(self, peer: Peer, current: Callable[[], bool]) -> None:
+        """Measure now and then, until there is another reference (tick() then looks for it)."""
         begun, number = time.monotonic(), 0
         while self._goes_on():
             due = FIRST_S[number] if number < len(FIRST_S) else FIRST_S[-1] + EVERY_S * (number + 1 - len(FIRST_S))
-            if time.monotonic() - begun < due:
-                self._stop.wait(POLL_S)
+            ahead = begun + due - time.monotonic()
+            if ahead > 0:
+                self._stop.wait(min(ahead, 5.0))
                 continue
             number += 1
             found = peer.measure()
             if found is not None:
                 self._write(found)
+            elif self._goes_on() and not current():
+                return
 
     def _write(self, found: Exchange) -> None:
         """One line in a file beside the segments, since those get deleted, and an event for the timeline."""
