@@ -80,7 +80,7 @@ class Facts:
         running = [rank for rank, end in self.ends.items() if not end.over and rank in self.views]
         if not running or not any(self.waits[rank] for rank in running):
             return False
-        return self.now - max(self.views[rank].last_t for rank in running) > 3_000_000_000
+        return all(self.now_of(rank) - self.views[rank].last_t > 3_000_000_000 for rank in running)
 
     @cached_property
     def now(self) -> int:
@@ -88,6 +88,18 @@ class Facts:
         newest = max((view.last_beat_t for view in self.views.values()), default=0)
         stalls = [int(e["t_unix_ns"]) for e in self.events if e.get("event") == "stall"]
         return self.cut or max([newest, *stalls])
+
+    def now_of(self, rank: int) -> int:
+        """``now`` for a rank: where its host's clock was never compared, the newest beat by that clock (unix ns)."""
+        if all(view.shard.clock_error_ns is not None for view in self.views.values()):
+            return self.now
+        own = self._comparable(rank)
+        return max(view.last_beat_t for other, view in self.views.items() if self._comparable(other) == own)
+
+    def _comparable(self, rank: int) -> str:
+        """The same for ranks whose times can be compared."""
+        shard = self.views[rank].shard
+        return shard.clock if shard.clock_error_ns is None else ""
 
     @cached_property
     def recovered(self) -> list[str]:

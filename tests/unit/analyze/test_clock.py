@@ -12,9 +12,11 @@ import pytest
 
 from distdbg import schema, shard
 from distdbg.analyze.clock import Intervals, Line, clocks_of, exchanges_of, fit
+from distdbg.analyze.facts import gather
 from distdbg.analyze.merge import merge
 from distdbg.analyze.read import Run, read_run, stream_run
 from distdbg.analyze.verdict import diagnose_run
+from distdbg.export.perfetto import write_perfetto
 from distdbg.schema import EventKind as K
 from tests.unit.shards import SECOND, START, UNIX, Rank
 
@@ -341,3 +343,50 @@ def test_failures_further_apart_than_the_bound_are_ordered(run_dir: Path) -> Non
     assert [c["rank"] for c in verdict["culprits"]] == [0]
     assert any("before any other failed" in text for text in verdict["evidence"])
     assert any("comparable to within" in text for text in verdict["evidence"])
+
+
+def test_a_stall_is_seen_though_a_wall_clock_is_wrong(run_dir: Path) -> None:
+    """Rank 1's host was never compared and is an hour behind: its rank is no more silent than the others are."""
+    first, second = two(run_dir, ahead=-40, wall=-3600)
+    for rank in (first, second):
+        rank.parameter("layer.weight")
+        for _ in range(3):
+            rank.forward("", "layer").step()
+    first.call()
+    second.event(K.FORWARD_BEGIN, module=second.module("layer"), a=1)
+    for _ in range(20):
+        first.sleep(0.5).beat()
+        second.sleep(0.5).beat()
+    verdict = diagnose_run(read_run(run_dir))
+    assert (verdict["kind"], [c["rank"] for c in verdict["culprits"]]) == ("stalled", [1])
+    assert verdict["culprits"][0]["since_s"] == pytest.approx(10, abs=0.5)
+    assert not any("not even its watchdog" in text for text in verdict["evidence"])
+
+
+def test_what_is_known_of_two_ranks(run_dir: Path) -> None:
+    """Times of one host compare exactly, of two hosts within both bounds, of an uncompared one not at all."""
+    HostRank(run_dir, 0, 5, clock="a")
+    for rank, name in ((1, "b"), (2, "c")):
+        HostRank(run_dir, rank, 5, clock=name, ahead=rank).exchange(rank * 10_000)
+    HostRank(run_dir, 3, 5, clock="b", ahead=1)
+    HostRank(run_dir, 4, 5, clock="d")
+    facts = gather(read_run(run_dir))
+    assert facts.apart_ns(1, 3) == 0
+    assert facts.apart_ns(0, 1) == pytest.approx(10_000, abs=10)
+    assert facts.apart_ns(1, 2) == pytest.approx(30_000, abs=20)
+    assert facts.apart_ns(0, 4) is None
+    assert facts.apart_ns(0, 9) is None  # its shard is missing: it may be of the host that was not compared
+
+
+def test_perfetto_says_how_well_times_compare(run_dir: Path, tmp_path: Path) -> None:
+    """Each process of the trace is labelled with the bound of its clock."""
+    _, second = two(run_dir, ahead=2)
+    second.exchange(20_000).forward("layer")
+    write_perfetto(run_dir, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    labels = [e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels"]
+    assert labels[0].endswith("the reference clock")
+    assert "clock within 0.02" in labels[1]
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["name"] == "layer"]
+    unix = trace["baseTimeNanoseconds"] + 1000 * spans[0]["ts"]
+    assert unix == pytest.approx(UNIX + second.now - START, abs=30_000)
