@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -308,7 +307,7 @@ class Clock:
         return not self._stop.is_set() and _initialized() is not None
 
     def _lead(self, store: Store, world: int) -> None:
-        epoch = uuid.uuid4().hex[:8]  # keys of a process group that was destroyed may still be there
+        epoch = os.urandom(4).hex()  # keys of a process group that was destroyed may still be there
         reference = Reference(store, f"{self._root()}/{epoch}", self._stop, time.monotonic_ns)
         store.set(f"{self._root()}/reference", f"{epoch} {self._id}")
         self._say("this rank's clock is the reference")
