@@ -12,6 +12,7 @@ A run directory::
         names.jsonl                     [id, category, text, extra] a line, in order of first use
         steps.bin                       a digest of each step, which outlasts the oldest segments
         seg-000000.dds, seg-000001.dds  preallocated segments: a header page, then records
+        clock.jsonl                     comparisons with the clock of rank 0's host
         exception.json  stacks.json  stacks-native.json  stacks-fatal.txt  flight-recorder.json
                                         evidence in text, where there is some
       bundles/rank2-step3-MulBackward0.bundle/   a failed node: bundle.json, tensors.safetensors
@@ -59,6 +60,7 @@ EXCEPTION_FILE = "exception.json"
 STACKS_FILE = "stacks.json"
 NATIVE_STACKS_FILE = "stacks-native.json"
 FATAL_STACKS_FILE = "stacks-fatal.txt"
+CLOCK_FILE = "clock.jsonl"  # [t ns, offset ns, error ns, reference rank] a line
 FLIGHT_RECORDER_FILE = "flight-recorder.json"
 RANKS_FOLDER = "ranks"
 RUN_FILE = "run.json"
@@ -91,7 +93,7 @@ class EventKind(IntEnum):
     OPTIMIZER_RAISED = 16  # name: error
     COLLECTIVE = 17  # issued. name: operation; seq: pack(collective_seq, source); a: pack(group, signature); b: bytes
     COLLECTIVE_END = 18  # the call that issued it came back; name, seq, a, b as COLLECTIVE
-    WAIT_BEGIN = 19  # Python waits for a collective's work
+    WAIT_BEGIN = 19  # Python waits for a collective's work; a: WAIT_OF_CALL where the call just issued does
     WAIT_END = 20
     CHECKPOINT_BEGIN = 21  # name: function
     CHECKPOINT_END = 22
@@ -115,15 +117,17 @@ class EventKind(IntEnum):
     MAGNITUDE = 40  # numerics. name: node or 0; seq: pack(node_index, backward); a: MAGNITUDE_*; b: float64's bits
     CALL_RAISED = 42  # a collective, a wait or a setup raised. name: error
     REPLICATE = 43  # a wrapper keeps replicas equal. name: text whose extra lists ranks and parameters
-    DIGEST = (
-        41  # numerics, after a step. name: parameter; a: hash of its bits; b: its largest magnitude, float64's bits
-    )
+    CLOCK = 44  # this host's clock was compared; seq: reference rank; a: ns to add to get its time; b: error, ns
+    # numerics, after a step. name: parameter; a: hash of its bits; b: its largest magnitude, float64's bits
+    DIGEST = 41
 
     @property
     def label(self) -> str:
         """The event's name in the timeline: the lower-case name of the kind."""
         return "final_callback" if self is EventKind.BACKWARD_FINAL else self.name.lower()
 
+
+WAIT_OF_CALL = 1  # not the script: a call that comes back once it is done
 
 # Flags of EXCEPTION.b and of an error's `extra` in the names table.
 ERROR_IN_COLLECTIVE = 1  # raised while a collective or a wait for one was under way

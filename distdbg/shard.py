@@ -214,16 +214,24 @@ class ShardWriter:
     def write_text(self, name: str, text: str) -> None:
         """Replace a text file beside the shard at once; a failure is dropped (it is evidence, not data)."""
         path = self.folder / name
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         try:
             temporary.write_text(text, encoding="utf-8", errors="replace")
             os.replace(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
 
+    def append_text(self, name: str, line: str) -> None:
+        """Append a line to a text file beside the shard; a failure is dropped."""
+        try:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError:
+            return
+
     def write_meta(self, changes: dict[str, Any]) -> None:
         """Write meta.json again with some entries changed (rank and world size once the group tells them)."""
-        self._meta.update(changes)
+        self._meta = {**self._meta, **changes}  # threads may write at once
         self.write_text(schema.META_FILE, json.dumps(self._meta, default=str, indent=1))
 
     def write_step(self, modules: int, calls: int) -> None:

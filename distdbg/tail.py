@@ -8,7 +8,7 @@ from pathlib import Path
 from distdbg import schema
 from distdbg.schema import EventKind as K
 
-_WATCHDOG = {K.HEARTBEAT, K.STALL, K.LOST, K.GC_BEGIN, K.GC_END}
+_WATCHDOG = {K.HEARTBEAT, K.STALL, K.LOST, K.GC_BEGIN, K.GC_END, K.CLOCK}
 _BEGIN = {
     K.BACKWARD_BEGIN: "backward",
     K.FORWARD_BEGIN: "forward",

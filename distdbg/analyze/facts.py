@@ -41,6 +41,23 @@ class Facts:
     def problems(self) -> list[str]:
         return list(self.run.problems)
 
+    def apart_ns(self, one: int, other: int) -> int | None:
+        """Events of two ranks that are no further apart (ns) can't be told to be one before the other.
+
+        None where their clocks were never compared: then wall clocks are all there is.
+        """
+        views = [self.views.get(rank) for rank in (one, other)]
+        if one == other or len({view.shard.clock if view is not None else None for view in views}) == 1:
+            return 0
+        every = [view.shard.clock_error_ns for view in self.views.values()]
+        errors: list[int] = []
+        for view in views:
+            for error in [view.shard.clock_error_ns] if view is not None else every:
+                if error is None:
+                    return None
+            errors.append(view.shard.clock_error_ns or 0 if view is not None else max(e or 0 for e in every))
+        return sum(errors)
+
     @property
     def interrupted(self) -> bool:
         return self.cut is not None and not any(e.get("event") == "kill" for e in self.events)
@@ -66,7 +83,7 @@ class Facts:
         running = [rank for rank, end in self.ends.items() if not end.over and rank in self.views]
         if not running or not any(self.waits[rank] for rank in running):
             return False
-        return self.now - max(self.views[rank].last_t for rank in running) > 3_000_000_000
+        return all(self.now_of(rank) - self.views[rank].last_t > 3_000_000_000 for rank in running)
 
     @cached_property
     def now(self) -> int:
@@ -74,6 +91,18 @@ class Facts:
         newest = max((view.last_beat_t for view in self.views.values()), default=0)
         stalls = [int(e["t_unix_ns"]) for e in self.events if e.get("event") == "stall"]
         return self.cut or max([newest, *stalls])
+
+    def now_of(self, rank: int) -> int:
+        """``now`` for a rank: where its host's clock was never compared, the newest beat by that clock (unix ns)."""
+        if all(view.shard.clock_error_ns is not None for view in self.views.values()):
+            return self.now
+        own = self._comparable(rank)
+        return max(view.last_beat_t for other, view in self.views.items() if self._comparable(other) == own)
+
+    def _comparable(self, rank: int) -> str:
+        """The same for ranks whose times can be compared."""
+        shard = self.views[rank].shard
+        return shard.clock if shard.clock_error_ns is None else ""
 
     @cached_property
     def recovered(self) -> list[str]:

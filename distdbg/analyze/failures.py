@@ -3,6 +3,7 @@
 from typing import Any
 
 from distdbg.analyze import bundles
+from distdbg.analyze.ends import End, Failure
 from distdbg.analyze.facts import Facts
 from distdbg.analyze.rank import Open
 
@@ -20,12 +21,52 @@ def find(facts: Facts) -> dict[str, Any] | None:
     first_raise = min(raised, key=lambda r: raised[r].t, default=None)
     gone = {rank: end for rank, end in facts.ends.items() if _gone(facts, rank)}
     first_gone = min(gone, key=lambda r: (gone[r].t, gone[r].order), default=None)
+    if first_raise is None and first_gone is None:
+        return None
     if first_raise is not None and (first_gone is None or raised[first_raise].t <= gone[first_gone].t):
-        return _exception(facts, first_raise)
-    if first_gone is not None:
-        end = facts.ends[first_gone]
-        return _exited(facts, first_gone) if end.how == "left" and end.code else _died(facts, first_gone)
-    return None
+        first, found = first_raise, _exception(facts, first_raise)
+    else:
+        assert first_gone is not None
+        first, found = first_gone, _of_gone(facts, first_gone)
+    return _with_others(facts, found, first, raised, gone)
+
+
+def _of_gone(facts: Facts, rank: int) -> dict[str, Any]:
+    end = facts.ends[rank]
+    return _exited(facts, rank) if end.how == "left" and end.code else _died(facts, rank)
+
+
+def _with_others(
+    facts: Facts, found: dict[str, Any], first: int, raised: dict[int, Failure], gone: dict[int, End]
+) -> dict[str, Any]:
+    """The verdict with the ranks of other hosts that failed so soon after that the clocks do not tell who was first."""
+    times = {rank: end.t for rank, end in gone.items()} | {rank: failure.t for rank, failure in raised.items()}
+    named = {entry["rank"] for entry in found["culprits"]}
+    apart = {rank: facts.apart_ns(first, rank) for rank in times if rank not in named}
+    others = sorted(rank for rank, bound in apart.items() if bound is not None and times[rank] - times[first] < bound)
+    if not others:
+        unsure = sorted(rank for rank, bound in apart.items() if bound is None)
+        if unsure:
+            text = f"that rank {first} failed before {facts.names(unsure)} rests on clocks that were not compared"
+            found = {**found, "evidence": [*found["evidence"], text], "confidence": min(0.7, found["confidence"])}
+        return found
+    entries = [_raising(facts, r) if r in raised else _of_gone(facts, r)["culprits"][0] for r in others]
+    culprits = sorted([*found["culprits"], *entries], key=lambda entry: int(entry["rank"]))
+    evidence = [text.replace(", before any other failed", "") for text in found["evidence"]]
+    within = max(apart[rank] or 0 for rank in others) / 1e6
+    evidence.append(
+        f"rank {first} and {facts.names(others)} failed within {within:.3f} ms, which "
+        "their hosts' clocks do not tell apart: who was first is not known"
+    )
+    return {
+        **found,
+        "summary": f"{found['summary']}; {facts.names(others)} failed at the same time as far as the clocks tell",
+        "culprits": culprits,
+        "victims": facts.victims({entry["rank"] for entry in culprits}),
+        "evidence": evidence,
+        "ruled_out": [text for text in found["ruled_out"] if "it ended first" not in text],
+        "confidence": min(0.6, found["confidence"]),
+    }
 
 
 def _outside(facts: Facts, rank: int) -> bool:

@@ -187,6 +187,12 @@ def _float_detail(shard: Shard, key: int) -> str:
     return f"{np.array([key], dtype=np.int64).view(np.float64)[0]:.6g}"
 
 
+def _clock_detail(shard: Shard, key: int) -> str:
+    record = shard.records[shard.records["kind"] == K.CLOCK][key]
+    offset, error = int(record["a"]) / 1e9, int(record["b"]) / 1e3
+    return f"rank {record['seq']}'s clock is {offset:+.6f} s from this one, give or take {error:.0f} us"
+
+
 _Detail = tuple[Callable[[np.ndarray], np.ndarray], Callable[[Shard, int], str]]
 
 
@@ -207,6 +213,7 @@ _DETAILS: dict[int, _Detail] = {
         _backward_detail,
     ),
     K.FORWARD_BEGIN: (lambda r: r["seq"], lambda shard, key: f"call {key}"),
+    K.CLOCK: (lambda r: np.arange(len(r)), _clock_detail),
     K.GC_BEGIN: (lambda r: r["a"], lambda shard, key: f"generation {key}"),
     K.STALL: (lambda r: r["a"] // 1_000_000_000, lambda shard, key: f"no event for {key} s"),
     K.LOST: (lambda r: r["a"], lambda shard, key: f"{key} events lost"),

@@ -102,9 +102,15 @@ def _stands_in_own_code(facts: Facts, rank: int) -> bool:
 
 def _too_late(facts: Facts, parting: Parting) -> bool:
     """Whether something failed on its own before the ranks parted."""
-    own = [f.t for f in facts.failures.values() if not f.from_peer]
-    own += [e.t for r, e in facts.ends.items() if e.how == "crashed" and r not in facts.failures]
-    return bool(own) and _departed(facts, parting) > min(own)
+    own = {rank: f.t for rank, f in facts.failures.items() if not f.from_peer}
+    own |= {r: e.t for r, e in facts.ends.items() if e.how == "crashed" and r not in facts.failures}
+    departed = _departed(facts, parting)
+    return any(departed - t > _margin(facts, rank, parting.culprits) for rank, t in own.items())
+
+
+def _margin(facts: Facts, rank: int, others: tuple[int, ...]) -> int:
+    """ns that a rank's clock and the others' may differ by, 0 where that is not known."""
+    return max((facts.apart_ns(rank, other) or 0 for other in others), default=0)
 
 
 def _departed(facts: Facts, parting: Parting) -> int:

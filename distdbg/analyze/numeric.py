@@ -165,7 +165,8 @@ def _non_finite(facts: Facts, onsets: list[Onset], step: int) -> dict[str, Any] 
         # All ranks at once: bad weights from the step before, or the same fault everywhere.
         first = min(onsets, key=lambda o: o.t)
         same = all((o.phase, o.node, o.module) == (first.phase, first.node, first.module) for o in onsets)
-        culprits = onsets if same else [first]
+        near = [o for o in onsets if o.t - first.t <= (facts.apart_ns(first.rank, o.rank) or 0)]
+        culprits = onsets if same else near
     else:
         culprits = onsets
     entries = [

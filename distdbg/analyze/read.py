@@ -9,12 +9,15 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distdbg import schema
 from distdbg.errors import RunDirError, ShardError
+
+if TYPE_CHECKING:
+    from distdbg.analyze.clock import Clocks
 
 RECORD_DTYPE = np.dtype([(name, kind) for name, kind in schema.RECORD_FIELDS])
 _FOLDER = re.compile(r"rank(\d+)-attempt(\d+)-(.*)-(\d+)$")
@@ -54,6 +57,8 @@ class Shard:
     stacks: dict[str, Any] | None = None
     native_stacks: dict[str, Any] | None = None
     fatal_stacks: Path | None = None
+    clock: str = ""  # shards with the same one were written by one clock; "" where it is not known
+    clock_error_ns: int | None = 0  # by how much its times may be off on the one timeline; None: not known
 
 
 @dataclass
@@ -69,6 +74,12 @@ class Run:
     run: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     flight_recorder: list[Path] = field(default_factory=list)
+    clocks: "Clocks | None" = None
+
+    @property
+    def clock_sentence(self) -> str:
+        """How well the times of different hosts compare; "" where there is one clock."""
+        return self.clocks.sentence if self.clocks else ""
 
 
 def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
@@ -82,8 +93,9 @@ def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
     run = Run(path)
     run.run = json_file(path / schema.RUN_FILE, run.problems) or {}
     for file in sorted(path.glob(schema.LAUNCHER_PREFIX + "*.jsonl")):
-        run.launcher.extend(_json_lines(file, run.problems))
-    run.launcher.sort(key=lambda event: _int(event.get("t_unix_ns")))
+        events = _json_lines(file, run.problems)
+        host = file.stem.removeprefix(schema.LAUNCHER_PREFIX).rpartition("-")[0]
+        run.launcher.extend({"host": host, **event} for event in events)
     folders = sorted(p for p in (path / schema.RANKS_FOLDER).glob("*") if p.is_dir())
     if not folders:
         if run.launcher or run.run:
@@ -98,6 +110,10 @@ def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
     if not run.shards:
         raise ShardError(f"no shard in {path} can be read: " + "; ".join(run.problems[:3]))
     _check_mixed(run)
+    from distdbg.analyze.clock import align
+
+    run.clocks = align(run.shards, run.launcher)
+    run.launcher.sort(key=lambda event: _int(event.get("t_unix_ns")))
     return run
 
 
@@ -119,11 +135,23 @@ class ShardStream:
         self.pid = _int(about.get("pid", matched.group(4) if matched else 0))
         self.world_size = max(1, _int(about.get("world_size", 1)))
         self.anchor_unix_ns = _int(anchor.get("unix_ns"))
-        self.offset_ns = self.anchor_unix_ns - _int(anchor.get("mono_ns"))
+        self.anchor_mono_ns = _int(anchor.get("mono_ns"))
+        self.clock = _clock_id(about)
+        self.clocks: Clocks | None = None
+        self.clock_error_ns: int | None = 0  # by how much its times may be off; None: not known
+        self.offset_ns = self.anchor_unix_ns - self.anchor_mono_ns
         self.names = _read_names(folder, problems)
         groups = (name.extra or {} for name in self.names if name is not None and name.category == "group")
         self.backend = str(about.get("backend") or next((g["backend"] for g in groups if "backend" in g), "unknown"))
         self._groups: dict[int, tuple[str, str]] = {}
+
+    def follow(self, clocks: "Clocks") -> None:
+        """Give times on the one timeline of a run from now on."""
+        if self.clock:
+            self.clocks = clocks
+            self.anchor_unix_ns = clocks.moment(self.clock, self.anchor_mono_ns)
+            self.offset_ns = self.anchor_unix_ns - self.anchor_mono_ns
+            self.clock_error_ns = clocks.error_ns(self.clock)
 
     def text(self, number: int) -> str:
         """The text of a name, or a stand-in where the table does not have it."""
@@ -150,7 +178,11 @@ class ShardStream:
             except ShardError as error:
                 self.problems.append(str(error))
                 continue
-            yield records[np.isin(records["kind"], kinds)]
+            records = records[np.isin(records["kind"], kinds)]
+            if self.clocks is not None and self.clocks.drifts(self.clock):
+                records = records.copy()
+                records["t"] = self.clocks.to_unix(self.clock, records["t"]) - self.offset_ns
+            yield records
 
 
 def stream_run(run_dir: str | Path) -> tuple[list[ShardStream], list[str]]:
@@ -172,6 +204,11 @@ def stream_run(run_dir: str | Path) -> tuple[list[ShardStream], list[str]]:
             + "".join(f"; {p}" for p in problems[:3])
         )
     streams.sort(key=lambda s: (-s.attempt, s.rank))
+    from distdbg.analyze.clock import clocks_of
+
+    clocks = clocks_of(streams)
+    for stream in streams:
+        stream.follow(clocks)
     return streams, problems
 
 
@@ -188,6 +225,11 @@ def _int(value: Any) -> int:
         return int(value)
     except (TypeError, ValueError):
         return 0
+
+
+def _clock_id(about: dict[str, Any]) -> str:
+    found = about.get("clock")
+    return str(found.get("id", ""))[:64] if isinstance(found, dict) else ""
 
 
 def json_file(path: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -332,4 +374,5 @@ def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | 
         stacks=json_file(folder / schema.STACKS_FILE, problems),
         native_stacks=json_file(folder / schema.NATIVE_STACKS_FILE, problems),
         fatal_stacks=fatal if fatal.exists() else None,
+        clock=_clock_id(about),
     )

@@ -137,8 +137,10 @@ def _standing(facts: Facts, rank: int) -> dict[str, Any]:
     begun = _circling(facts, rank)
     if begun:
         # It goes round and round: what has been open for most of that time, not where it was just now.
-        stack = tuple(o for o in view.place.stack if (facts.now - o.t) * 2 > facts.now - begun)
-        return facts.culprit(rank, step=view.step, since_s=round((facts.now - begun) / 1e9, 1), **facts.at(rank, stack))
+        stack = tuple(o for o in view.place.stack if (facts.now_of(rank) - o.t) * 2 > facts.now_of(rank) - begun)
+        return facts.culprit(
+            rank, step=view.step, since_s=round((facts.now_of(rank) - begun) / 1e9, 1), **facts.at(rank, stack)
+        )
     fields = facts.at(rank, view.place.stack, view.place)
     main = main_thread(facts, rank)
     if main is not None and fields["phase"] == "loop" and main.get("in") in ("data", "checkpoint"):
@@ -146,17 +148,17 @@ def _standing(facts: Facts, rank: int) -> dict[str, Any]:
     source = (main or {}).get("source") or view.last_source
     if fields["phase"] != "backward" or main is not None:
         fields["source"] = source or fields.get("source")
-    since = round((facts.now - view.last_t) / 1e9, 1)
+    since = round((facts.now_of(rank) - view.last_t) / 1e9, 1)
     return facts.culprit(rank, step=view.step, since_s=since, **fields)
 
 
 def _circling(facts: Facts, rank: int) -> int:
     """Since when (unix ns) a rank that still records events has been within one thing; 0 if it is silent."""
     view = facts.views[rank]
-    if not view.place.stack or facts.now - view.last_t > 1_000_000_000:
+    if not view.place.stack or facts.now_of(rank) - view.last_t > 1_000_000_000:
         return 0
     begun = view.place.stack[0].t
-    return begun if facts.now - begun > 2_000_000_000 else 0
+    return begun if facts.now_of(rank) - begun > 2_000_000_000 else 0
 
 
 def main_thread(facts: Facts, rank: int) -> dict[str, Any] | None:
@@ -179,7 +181,7 @@ def _state(facts: Facts, rank: int) -> str:
     if facts.ends[rank].how == "stopped":
         return "; its process is stopped (SIGSTOP)"
     view = facts.views[rank]
-    if facts.now - view.last_beat_t > 3_000_000_000:
+    if facts.now_of(rank) - view.last_beat_t > 3_000_000_000:
         return "; not even its watchdog's thread runs: native code holds the interpreter, or the process is stopped"
     main = main_thread(facts, rank)
     if main and main.get("stack"):
@@ -191,7 +193,7 @@ def _state(facts: Facts, rank: int) -> str:
 def _cause(facts: Facts, entry: dict[str, Any]) -> str:
     if facts.ends[entry["rank"]].how == "stopped":
         return "process stopped by SIGSTOP"
-    if facts.now - facts.views[entry["rank"]].last_beat_t > 3_000_000_000:
+    if facts.now_of(entry["rank"]) - facts.views[entry["rank"]].last_beat_t > 3_000_000_000:
         return "native code holds the interpreter, or the process is stopped"
     return f"does not return from {entry['source']}" if entry["source"] else "does not move"
 

@@ -114,6 +114,7 @@ def _finish(facts: Facts, verdict: dict[str, Any]) -> dict[str, Any]:
     evidence = list(verdict.get("evidence", []))
     evidence += [f"attempt {n} failed and was restarted" for n in facts.failed_attempts]
     evidence += facts.recovered
+    evidence += [facts.run.clock_sentence] if facts.run.clock_sentence else []
     evidence += [
         f"rank {rank} was ended by {end.signal} after its script had come to its end, while the interpreter shut down"
         for rank, end in facts.ends.items()

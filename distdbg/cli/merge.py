@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
     run = read_run(args.run_dir)
     for problem in run.problems:
         print(f"distdbg: {problem}", file=sys.stderr)
+    if run.clock_sentence:
+        print(f"distdbg: {run.clock_sentence}", file=sys.stderr)
     _progress(began, f"merging {sum(len(shard.records) for shard in run.shards):,} events")
     timeline = spans_of(run) if args.spans else merge(run)
     columns = schema.SPAN_COLUMNS if args.spans else schema.COLUMNS

@@ -177,7 +177,12 @@ def _head(streams: list[ShardStream], base: int) -> dict[str, Any]:
         "baseTimeNanoseconds": base,
         "distributedInfo": {"backend": first.backend, "rank": first.rank, "world_size": first.world_size},
         "host_name": first.host,
-        "distdbg": {"version": __version__, "ranks": [s.rank for s in streams], "clock": "corrected unix time"},
+        "distdbg": {
+            "version": __version__,
+            "ranks": [s.rank for s in streams],
+            "clock": "corrected unix time",
+            "clock_error_ns": [s.clock_error_ns for s in streams],
+        },
     }
 
 

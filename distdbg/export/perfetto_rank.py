@@ -74,12 +74,21 @@ class RankTrace:
     def _metadata(self) -> None:
         stream = self.stream
         attempt = f" (attempt {stream.attempt})" if stream.attempt else ""
-        labels = f"{stream.host}, pid {stream.pid}"
+        labels = f"{stream.host}, pid {stream.pid}{self._clock_label()}"
         self._meta("process_name", 0, name=f"rank {stream.rank}{attempt}")
         self._meta("process_labels", 0, labels=labels)
         self._meta("process_sort_index", 0, sort_index=self.pid)
         self._meta("thread_name", _STEPS_TID, name="steps")
         self._meta("thread_sort_index", _STEPS_TID, sort_index=-1)
+
+    def _clock_label(self) -> str:
+        clocks = self.stream.clocks
+        if clocks is None or len(clocks.wall) < 2:
+            return ""
+        if self.stream.clock == clocks.reference:
+            return ", the reference clock"
+        error = self.stream.clock_error_ns
+        return ", clock not compared" if error is None else f", clock within {error / 1e6:.3f} ms"
 
     def _meta(self, what: str, tid: int, **args: Any) -> None:
         event = {"ph": "M", "name": what, "pid": self.pid, "tid": tid, "args": args}

@@ -17,7 +17,7 @@ from torch._C import DispatchKey, _dispatch_keyset_full_after
 
 from distdbg.record import errors
 from distdbg.record.session import Kind, Patches, Session
-from distdbg.schema import pack
+from distdbg.schema import WAIT_OF_CALL, pack
 
 _BELOW = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
 
@@ -296,8 +296,15 @@ class Collectives:
         work = torch._C._distributed_c10d.Work
         original, session = work.wait, self._session
 
+        own: dict[Any, int] = {}  # by the code that waits
+
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-            session.emit(Kind.WAIT_BEGIN)
+            code = sys._getframe(1).f_code
+            of_call = own.get(code)
+            if of_call is None:
+                here = code.co_filename.endswith(_PLAIN[0]) and code.co_name != "wait"  # of many works together
+                of_call = own[code] = WAIT_OF_CALL if here else 0
+            session.emit(Kind.WAIT_BEGIN, a=of_call)
             try:
                 result = original(self, *args, **kwargs)
             except BaseException as error:

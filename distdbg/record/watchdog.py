@@ -19,6 +19,7 @@ from typing import IO, Any
 from distdbg import schema
 from distdbg.errors import say
 from distdbg.record import errors
+from distdbg.record.clock import Clock
 from distdbg.record.session import Kind, Session
 
 BEAT_S = 0.5
@@ -94,6 +95,7 @@ class Watchdog:
         self._own = 0  # events of the watchdog itself, which are no progress
         self._quiet_since = time.monotonic()
         self._noticed = 0
+        self._clock = Clock(session, self._emit)
 
     def attach(self) -> None:
         self._arm_fatal()
@@ -102,6 +104,7 @@ class Watchdog:
 
     def detach(self) -> None:
         self._wake.set()
+        self._clock.detach()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2)
         self._disarm()
@@ -117,6 +120,7 @@ class Watchdog:
 
     def forget(self) -> None:
         self._thread = None
+        self._clock.forget()
         self._timer_free = False
         self._disarm()
 
@@ -176,6 +180,7 @@ class Watchdog:
     def _once(self) -> None:
         session = self._session
         session.writer.maintain()
+        self._clock.tick()
         quiet = self._quiet()
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         source = self._source(main)
@@ -224,7 +229,7 @@ class Watchdog:
         main = threading.main_thread().ident
         threads = []
         for ident, frame in sys._current_frames().items():
-            if ident == threading.get_ident():
+            if ident == threading.get_ident() or names.get(ident) == "distdbg-clock":
                 continue
             stack = stack_of(frame)
             user = errors.user_frame(frame)

@@ -70,7 +70,7 @@ def ends(facts: Facts, found: dict[str, Any]) -> str:
         if view is not None:
             place = facts.at(rank, view.place.stack, view.place)
             inside = " ".join(str(part) for part in (place["phase"], place["node"], place["module"]) if part)
-            quiet = (facts.now - view.last_t) / 1e9 if view.last_t else 0.0
+            quiet = (facts.now_of(rank) - view.last_t) / 1e9 if view.last_t else 0.0
             cells = [view.shard.host, str(view.shard.pid), str(view.step), inside, f"{quiet:.1f}"]
         row = "".join(f"<td>{text(cell, 300)}</td>" for cell in [rank, *cells, how])
         rows.append(f"<tr{' class=bad' if rank in culprits else ''}>{row}</tr>")
