@@ -30,7 +30,7 @@ _LAST_RECORDS = 64
 _LAST_WORDS = frozenset({schema.EventKind.EXCEPTION, schema.EventKind.EXIT, schema.EventKind.STOP})
 
 _Segment = tuple[mmap.mmap, Callable[[], int], int]  # buffer, next free offset, end
-_GAP = 64  # slots left free where the count of free slots changes hands, for threads that have just taken one
+_GAP = 4  # slots left free where the count of free slots changes hands, for threads that have just taken one
 
 
 def clock_anchor() -> dict[str, int]:

@@ -2,8 +2,9 @@
 
 import mmap
 import os
-import struct
 from pathlib import Path
+
+import numpy as np
 
 from distdbg import schema
 from distdbg.schema import EventKind as K
@@ -35,8 +36,12 @@ _END = {
     K.SETUP_END: "call",
     K.CALL_RAISED: "call",
 }
-_KIND = struct.Struct("<H")
-_KIND_AT = schema.RECORD_SIZE - _KIND.size
+_KIND_AT = schema.RECORD_SIZE - 2
+_SIZE = 1 << 16
+_TOLD = np.zeros(_SIZE, dtype=bool)  # kinds that say where a rank is
+_TOLD[[*_BEGIN, *_END, K.STEP, K.EXIT, K.STOP]] = True
+_PROGRESS = np.ones(_SIZE, dtype=bool)
+_PROGRESS[[0, *_WATCHDOG]] = False
 
 
 class Tail:
@@ -55,6 +60,7 @@ class Tail:
         self._number = 0
         self._position = 0
         self._map: mmap.mmap | None = None
+        self._hole = (-1, -1)  # segment and slot of the first empty slot before a used one
 
     @property
     def phase(self) -> str:
@@ -129,20 +135,30 @@ class Tail:
         return self._position >= self._capacity()
 
     def _scan(self) -> bool:
-        data = self._map
+        """Go through the records that are new; most of them are hooks of nodes, of which nothing is kept."""
+        data, capacity = self._map, self._capacity()
         assert data is not None
-        moved, capacity = False, self._capacity()
-        while self._position < capacity:
-            offset = schema.SEGMENT_HEADER_SIZE + self._position * schema.RECORD_SIZE
-            if _KIND.unpack_from(data, offset + _KIND_AT)[0] == 0:
-                break
-            kind = _KIND.unpack_from(data, offset + _KIND_AT)[0]
-            self._position += 1
-            if kind in _WATCHDOG:
-                continue
-            moved = True
-            self._note(kind, data, offset)
-        return moved
+        start = schema.SEGMENT_HEADER_SIZE + self._position * schema.RECORD_SIZE
+        kinds = np.ndarray(
+            (capacity - self._position,), "<u2", data, start + _KIND_AT, (schema.RECORD_SIZE,)
+        ).copy()  # at once, since they are being written; and no view keeps the mapping
+        used = np.flatnonzero(kinds)
+        kinds = kinds[: used[-1] + 1] if len(used) else kinds[:0]
+        holes = np.flatnonzero(kinds == 0)
+        if len(holes):
+            # A slot that another thread is about to fill; or, where it is still empty the next time, never will.
+            hole = (self._number, self._position + int(holes[0]))
+            if hole != self._hole:
+                self._hole = hole
+                kinds = kinds[: holes[0]]
+        for index in np.flatnonzero(_TOLD[kinds]).tolist():
+            self._note(int(kinds[index]), data, start + index * schema.RECORD_SIZE)
+        progress = np.flatnonzero(_PROGRESS[kinds])
+        if len(progress):
+            last = start + int(progress[-1]) * schema.RECORD_SIZE
+            self.last_event_ns = schema.RECORD.unpack_from(data, last)[0]
+        self._position += len(kinds)
+        return bool(len(progress))
 
     def _note(self, kind: int, data: mmap.mmap, offset: int) -> None:
         what = _BEGIN.get(kind)  # type: ignore[call-overload]
@@ -171,4 +187,3 @@ class Tail:
             self.stopped = kind == K.STOP and not self.exited
             self.exited = True
             self._open = []
-        self.last_event_ns = schema.RECORD.unpack_from(data, offset)[0]

@@ -60,3 +60,18 @@ def test_the_timeout_follows_the_pace() -> None:
     assert pace.limit(ranks(0)) == 150
     pace.saw_step(3000)
     assert pace.limit(ranks(0)) == 600
+
+
+def test_one_rank_that_moves_alone() -> None:
+    """A rank that moves and issues nothing, while all others are silent for three timeouts, is worth a question."""
+    pace = Pace(timeout=8)
+    found = ranks(0, 0)
+    found[1].last_progress = 29
+    assert pace.circling(found, 23) is None
+    assert pace.circling(found, 30) == 1
+    found[1].counts_t = 20
+    assert pace.circling(found, 30) is None
+    found[1].counts_t, found[1].called = 0, True
+    assert pace.circling(found, 30) is None
+    found[1].called, found[0].exited = False, True
+    assert pace.circling(found, 30) is None

@@ -67,3 +67,19 @@ def test_circling_in_one_forward_is_overdue(run_dir: Path) -> None:
     tail.poll()
     assert not tail.overdue(rank.now + 100 * SECOND, 8)
     tail.close()
+
+
+def test_a_slot_that_is_never_filled(run_dir: Path) -> None:
+    """An empty slot is waited for once, since a thread may be about to fill it, and then passed over."""
+    writer = ShardWriter(run_dir, identity(), {})
+    tail = Tail(writer.folder)
+    writer.emit(K.STEP)
+    assert writer._segment is not None
+    writer._segment[1]()
+    writer.emit(K.STEP)
+    assert tail.poll()
+    assert tail.steps == 1
+    assert tail.poll()
+    assert tail.steps == 2
+    assert not tail.poll()
+    tail.close()
