@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check lint types unit integration test demo bench clean
+.PHONY: setup check lint types unit integration scenarios test demo bench clean
 
 setup: $(VENV)/.done
 
@@ -27,6 +27,10 @@ unit:
 
 integration:
 	$(BIN)/python -m pytest -W error -m integration
+
+# All jobs with known faults, also those that are like another: some 15 minutes on 2 cores.
+scenarios:
+	SCENARIOS=all $(BIN)/python -m pytest -W error tests/integration/test_scenarios.py
 
 check: lint types
 	$(BIN)/python -m pytest -W error

@@ -41,6 +41,7 @@ struct Record {  // schema.RECORD
 static_assert(sizeof(Record) == 48, "schema.RECORD has 48 bytes");
 
 constexpr size_t kMaxNodes = 8'000'000;
+constexpr size_t kSpare = 16;
 constexpr uint64_t kNoSequence = UINT64_MAX;  // of AccumulateGrad
 
 int64_t now_ns() {
@@ -317,6 +318,12 @@ class Run {
         entry.module = words.second;
       }
     }
+    for (size_t at = 0; at < nodes_.size(); ++at) {
+      if (slots_[at].entry.sequence != kNoSequence) continue;
+      // Leaves are shared by threads: what these add later is not to move the list that the engine goes through.
+      nodes_[at]->pre_hooks().reserve(kSpare);
+      nodes_[at]->post_hooks().reserve(kSpare);
+    }
     for (size_t at = 0; at < nodes_.size(); ++at) {  // nothing fails from here on
       Slot& slot = slots_[at];
       nodes_[at]->add_pre_hook(std::unique_ptr<torch::autograd::FunctionPreHook>(new (slot.pre) Pre(&slot.entry)));
@@ -389,6 +396,12 @@ class Run {
     for (auto& node : nodes_) node.reset();
     nodes_.clear();
     slots_.reset();
+  }
+
+  // Ended; the hooks stay for now and do nothing.
+  void pause() {
+    live.store(false);
+    closed();
   }
 
   // Another thread may still be within a node: the hooks stay where they are and do nothing from now on.
@@ -587,6 +600,7 @@ PYBIND11_MODULE(DISTDBG_MODULE, m) {
       .def("open", &Run::open)
       .def("grads", &Run::grads)
       .def("remove", &Run::remove)
+      .def("pause", &Run::pause)
       .def("abandon", [](const std::shared_ptr<Run>& run) {
         run->abandon();
         abandoned().push_back(run);

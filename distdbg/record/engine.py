@@ -19,7 +19,7 @@ import torch.autograd.graph
 from distdbg.record import errors
 from distdbg.record.capture import Capture, Held, Wanted, describe_open
 from distdbg.record.modules import Modules
-from distdbg.record.native import NativeBackward, NativeGraphs, may_still_run
+from distdbg.record.native import NativeBackward, NativeGraphs
 from distdbg.record.session import Kind, Patches, Session
 from distdbg.replay.node import refuse_accumulation, replaying
 from distdbg.schema import pack_counts
@@ -47,7 +47,7 @@ class Backward:
     """One call of the engine: its number, the counter of nodes executed, the handles to remove."""
 
     __slots__ = (
-        "emit", "grads", "handles", "nested_in", "next_index", "nodes", "number", "open", "outputs", "queued",
+        "emit", "grads", "handles", "leaves", "nested_in", "next_index", "nodes", "number", "open", "outputs", "queued",
         "truncated",
     )  # fmt: skip
 
@@ -56,6 +56,7 @@ class Backward:
         self.emit = emit
         self.next_index = itertools.count().__next__
         self.handles: list[Any] = []
+        self.leaves: list[Any] = []
         self.queued = False
         self.truncated = False
         self.nodes = 0
@@ -226,6 +227,8 @@ class Engine:
         self._patches.undo()
         for run in list(self._live):
             self._remove(run)
+        if self._native is not None and not self._live:
+            self._native.clear()
 
     forget = detach
 
@@ -280,7 +283,10 @@ class Engine:
         if collecting:
             gc.disable()  # thousands of small objects at once would set off full collections
         try:
-            nodes, run.truncated = walk(root_nodes(outputs))
+            roots = root_nodes(outputs)
+            # A leaf that is a root is held by nobody else until the engine makes one anew, without our hooks.
+            run.leaves = [node for node in roots if node._sequence_nr() >= _NO_SEQUENCE]
+            nodes, run.truncated = walk(roots)
             run.nodes = len(nodes)
             handles = run.handles
             hook_type = self._hook_type()
@@ -345,12 +351,12 @@ class Engine:
 
     def _remove(self, run: Any, error: BaseException | None = None) -> None:
         self._live.discard(run)
-        if isinstance(run, NativeBackward):
-            run.remove(running=may_still_run(error))
+        if isinstance(run, NativeBackward) and self._native is not None:
+            self._native.end(run, self._live, error)
             return
         for handle in run.handles:
             handle.remove()
-        run.handles = []
+        run.handles, run.leaves = [], []
         run.open = run.grads = run.nested_in = run.outputs = None
 
 

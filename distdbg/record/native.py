@@ -76,16 +76,11 @@ class NativeBackward:
     def grads(self) -> Any:
         return self._run.grads() if self._run is not None else None
 
-    def remove(self, *, running: bool) -> None:
-        """Take the hooks out; ``running``: another thread may still be within a node of it."""
+    def give_up(self) -> Any:
+        """Hold nothing any more; returns what has the hooks, None where there are none."""
         run, self._run = self._run, None
         self.nested_in = self.outputs = self._open = None
-        if run is None:
-            return
-        if running:
-            run.abandon()
-        else:
-            run.remove()
+        return run
 
 
 class NativeGraphs:
@@ -97,6 +92,7 @@ class NativeGraphs:
         self._session = session
         self._of_parameter = modules.of_parameter
         self._name_of = name_of
+        self._waiting: list[Any] = []  # ended, with hooks that are still in place and do nothing
 
     def begin(self, number: int, outputs: Any, live: Any, holds: bool) -> NativeBackward | None:
         """A hooked backward, None where Python's hooks must do it.
@@ -106,6 +102,8 @@ class NativeGraphs:
         """
         if live and (self._session.state.backwards < len(live) or _devices_run()):
             return None
+        if not live:
+            self.clear()
         state = self._session.state
         run = NativeBackward(number, self._session.emit)
         begun = self._begin(
@@ -117,6 +115,26 @@ class NativeGraphs:
         run.register(begun)
         return run
 
+    def end(self, backward: NativeBackward, live: Any, error: BaseException | None) -> None:
+        """Take the hooks of a backward out: later, where another thread may be going through those of its leaves."""
+        run = backward.give_up()
+        if run is None:
+            return
+        if error is not None and _devices_run():
+            run.abandon()  # a thread of the engine may still be within a node
+        elif len(live) > max(0, self._session.state.backwards - 1):
+            run.pause()
+            self._waiting.append(run)
+        else:
+            run.remove()
+            if not live:
+                self.clear()
+
+    def clear(self) -> None:
+        """Take out what is left of earlier backwards; no backward is under way."""
+        while self._waiting:
+            self._waiting.pop().remove()
+
 
 def _devices_run() -> bool:
     """Whether the engine has threads of its own, which run nodes beside the one that calls it."""
@@ -125,9 +143,4 @@ def _devices_run() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def may_still_run(error: BaseException | None) -> bool:
-    """Whether, after the engine has returned, one of its threads may still be within a node."""
-    return error is not None and _devices_run()
-
-
-__all__ = ["NativeBackward", "NativeGraphs", "NativeHook", "attach", "may_still_run"]
+__all__ = ["NativeBackward", "NativeGraphs", "NativeHook", "attach"]

@@ -245,7 +245,11 @@ def start(run_dir: str | os.PathLike[str] | None = None) -> None:
     import torch.distributed  # noqa: F401
 
     session = open_session(Settings.from_environ(run_dir))
-    session.attach_torch()
+    try:
+        session.attach_torch()
+    except RecordingError:
+        stop()
+        raise
     _watch_uncaught(session)
 
 

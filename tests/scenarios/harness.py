@@ -13,6 +13,7 @@ phase, node, module, step, collective
 rank, at    defaults of JOB_RANK and JOB_STEP
 ranks       which ranks JOB_RANK may be (any where there is no such field)
 steps       first and last value of JOB_STEP
+extended    true for a job like others of its kind: run with SCENARIOS=all only (`make scenarios`)
 cause, note for the reader
 plain       what plain torchrun shows
 """
