@@ -63,6 +63,31 @@ def find(facts: Facts) -> dict[str, Any] | None:
     return _verdict(facts, worst)
 
 
+def imbalance(facts: Facts) -> list[str]:
+    """In words, ranks that the others wait for because they have more to do: larger batches, no fault."""
+    found = []
+    for ranks in roles(facts.views):
+        if len(ranks) < 2:
+            continue
+        times = {r: own_times(facts.views[r]) for r in ranks}
+        steps = _steps(facts, ranks, WARM_UP)
+        for rank in ranks:
+            others = [other for other in ranks if other != rank]
+            if len(steps) < MIN_STEPS or not _imbalanced(rank, times, steps):
+                continue
+            mine = times[rank]
+            longer = median(mine.total(s) - median(times[o].total(s) for o in others) for s in steps)
+            step_ns = median(mine.total(s) + mine.waiting.get(s, 0) for s in steps)
+            sizes = {r: sum(t.inputs.get(s, 0) for s in steps) for r, t in times.items()}
+            usual = median(sizes[o] for o in others)
+            if longer > SHARE * step_ns and usual > 0:
+                found.append(
+                    f"rank {rank} works {longer / 1e6:.1f} ms a step longer than the others ({longer / step_ns:.0%} of a "
+                    f"step), on inputs {sizes[rank] / usual:.1f} times as large: imbalance, no fault"
+                )
+    return found
+
+
 def _steps(facts: Facts, ranks: tuple[int, ...], warm_up: int) -> list[int]:
     first = max(max(facts.views[rank].first_step for rank in ranks), warm_up)
     last = min(facts.views[rank].steps_ended for rank in ranks)

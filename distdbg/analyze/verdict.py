@@ -92,7 +92,14 @@ def _nothing(facts: Facts) -> dict[str, Any]:
     missing = facts.missing
     unclear = facts.symptom or (missing and not facts.all_left)
     if not unclear:
-        return {"kind": "healthy", "summary": _healthy_sentence(facts), "cause": "", "confidence": 0.9}
+        evidence = straggler.imbalance(facts)
+        return {
+            "kind": "healthy",
+            "summary": _healthy_sentence(facts),
+            "cause": "",
+            "evidence": evidence,
+            "confidence": 0.9,
+        }
     what = f"no rank can be named: {facts.symptom or 'the run did not end'}"
     if missing:
         what += f"; the shards of {facts.names(missing)} are missing"

@@ -496,8 +496,10 @@ def test_a_straggler_and_its_module(run_dir: Path) -> None:
 
 
 def test_a_larger_batch_is_no_straggler(run_dir: Path) -> None:
-    """A rank that has more to do is imbalance, not fault."""
-    assert named(straggling(run_dir, late=1, size=24, everywhere=True)) == ("healthy", [])
+    """A rank that has more to do is imbalance, not fault, and told as that."""
+    verdict = straggling(run_dir, late=1, size=24, everywhere=True)
+    assert named(verdict) == ("healthy", [])
+    assert "on inputs 3.0 times as large: imbalance, no fault" in " ".join(verdict["evidence"])
 
 
 def test_lateness_spread_over_everything_names_nobody(run_dir: Path) -> None:
