@@ -82,8 +82,8 @@ def imbalance(facts: Facts) -> list[str]:
             usual = median(sizes[o] for o in others)
             if longer > SHARE * step_ns and usual > 0:
                 found.append(
-                    f"rank {rank} works {longer / 1e6:.1f} ms a step longer than the others ({longer / step_ns:.0%} of a "
-                    f"step), on inputs {sizes[rank] / usual:.1f} times as large: imbalance, no fault"
+                    f"rank {rank} works {longer / 1e6:.1f} ms a step longer than the others ({longer / step_ns:.0%} of "
+                    f"a step), on inputs {sizes[rank] / usual:.1f} times as large: imbalance, no fault"
                 )
     return found
 
