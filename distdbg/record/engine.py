@@ -226,7 +226,10 @@ class Engine:
     def detach(self) -> None:
         self._patches.undo()
         for run in list(self._live):
-            self._remove(run)
+            if isinstance(run, NativeBackward):
+                run.pause()
+            else:
+                self._remove(run)
         if self._native is not None and not self._live:
             self._native.clear()
 

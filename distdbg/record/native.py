@@ -76,6 +76,11 @@ class NativeBackward:
     def grads(self) -> Any:
         return self._run.grads() if self._run is not None else None
 
+    def pause(self) -> None:
+        """Record nothing any more. The hooks stay until the backward ends: the engine may be among them."""
+        if self._run is not None:
+            self._run.pause()
+
     def give_up(self) -> Any:
         """Hold nothing any more; returns what has the hooks, None where there are none."""
         run, self._run = self._run, None

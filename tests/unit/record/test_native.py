@@ -1,8 +1,11 @@
 """The native recorder sees what Python's hooks see, event by event, and leaves nothing behind."""
 
+import functools
 import gc
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +19,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import distdbg
+from distdbg import schema
+from distdbg.analyze.read import read_run
 from distdbg.errors import RecordingError
+from distdbg.native import build, load
+from distdbg.schema import EventKind
+from distdbg.shard import ShardWriter
 from tests import native
+from tests.unit.shards import identity
 
 COLUMNS = ["event", "step", "phase", "node", "node_index", "module", "parameter", "seq", "detail"]
 WATCHDOG = ["heartbeat", "stall", "gc_begin", "gc_end"]
@@ -270,6 +279,120 @@ def test_threads_that_share_parameters(run_dir: Path, monkeypatch: pytest.Monkey
     assert found["backward_begin"] == found["backward_end"] == 160
     assert found["prehook"] == found["posthook"] == 160 * sum(expected_nodes(net).values())
     assert set(events["thread"]) >= {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("where", ["tensor hook", "posthook", "prehook", "leaf"])
+def test_recording_stops_within_a_backward(where: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the engine is among a node's hooks just then, it comes to its end, and nothing stays behind."""
+    monkeypatch.setenv("DISTDBG_RECORDER", "native")
+    x = torch.ones(3, requires_grad=True)
+    for number in range(20):
+        distdbg.start(run_dir / str(number))
+        y = x * 2
+        assert y.grad_fn is not None
+        handle = None
+        if where == "tensor hook":
+            y.register_hook(lambda grad: distdbg.stop())
+        elif where == "posthook":
+            y.grad_fn.register_hook(lambda outputs, inputs: distdbg.stop())
+        elif where == "prehook":
+            y.grad_fn.register_prehook(lambda grads: distdbg.stop())
+        else:
+            handle = x.register_post_accumulate_grad_hook(lambda p: distdbg.stop())
+        y.exp().sum().backward()
+        if handle is not None:
+            handle.remove()
+        assert distdbg_position() is None
+        (x * 3).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_child_forked_in_a_backward(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on with its backward and writes nothing to its parent's shard."""
+    monkeypatch.setenv("DISTDBG_RECORDER", "native")
+    distdbg.start(run_dir)
+    parent, children = os.getpid(), []
+    x = torch.ones(3, requires_grad=True)
+    y = (x * 2).exp()
+    y.register_hook(lambda grad: children.append(os.fork()) if os.getpid() == parent else None)
+    y.sum().backward()
+    if os.getpid() != parent:
+        (x * 3).sum().backward()
+        os._exit(7 if distdbg_position() is None else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
+    distdbg.stop()
+    found = distdbg.load(run_dir)["event"].value_counts()
+    assert found["prehook"] == found["posthook"] == 4
+
+
+@pytest.mark.parametrize("way", ["pass", "os._exit(3)", "sys.exit(3)"])
+def test_the_process_ends_while_it_records(way: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from within a backward it ends with its own exit code, and what was recorded is there."""
+    script = f"""
+import os, sys, torch, distdbg
+distdbg.start({str(run_dir)!r})
+x = torch.ones(3, requires_grad=True)
+for _ in range(50):
+    (x * 2).exp().sum().backward()
+def leave(grad):
+    {way}
+y = x * 2
+y.register_hook(leave)
+y.sum().backward()
+"""
+    env = {**os.environ, "DISTDBG_RECORDER": "native", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if way == "pass" else 3), done.stderr
+    assert (distdbg.load(run_dir)["event"] == "prehook").sum() >= 200
+
+
+def test_segments_change_under_several_threads(run_dir: Path) -> None:
+    """Native and Python's writing share a segment's free offset: over many segments no record is lost or torn."""
+    small = schema.SEGMENT_HEADER_SIZE + 10 * schema.RECORD_SIZE
+    writer = ShardWriter(run_dir, identity(), {}, segment_bytes=small, keep_bytes=None)
+    writer.emit(EventKind.STEP, seq=1)
+    writer.use_native(load.load())
+
+    def work(base: int) -> None:
+        for number in range(300):
+            (writer.emit if number % 2 else functools.partial(ShardWriter.emit, writer))(
+                EventKind.STEP, seq=base + number
+            )
+            if number % 50 == 0:
+                writer.maintain()
+
+    threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert writer.position() >= 1201
+    writer.advance()
+    writer.emit(EventKind.EXIT, 0, module=0, seq=2, a=-1, b=1 << 40)
+    with pytest.raises(TypeError):
+        writer.emit(EventKind.EXIT, nonsense=1)  # type: ignore[call-arg]
+    writer.close()
+    writer.emit(EventKind.STEP)
+    assert writer.lost == 1
+    records = read_run(run_dir).shards[0].records
+    wanted = [1, 2, *(1000 * i + n for i in range(1, 5) for n in range(300))]
+    assert sorted(records["seq"].tolist()) == sorted(wanted)
+    assert records[records["kind"] == EventKind.EXIT][["a", "b", "step"]].tolist() == [(-1, 1 << 40, 1)]
+
+
+def test_a_build_that_cannot_be_loaded(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It leaves one line, and Python records."""
+    monkeypatch.setenv("DISTDBG_NATIVE_DIR", str(tmp_path))
+    monkeypatch.setenv("DISTDBG_RECORDER", "auto")
+    monkeypatch.delitem(sys.modules, build.MODULE, raising=False)
+    (tmp_path / build.file_name()).write_bytes(b"no library")
+    distdbg.start(run_dir)
+    plain()
+    distdbg.stop()
+    assert capsys.readouterr().err.count("can't be loaded") == 1
+    assert '"recorder": "python"' in next(run_dir.glob("ranks/*/meta.json")).read_text()
 
 
 def test_a_forked_child_records_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
