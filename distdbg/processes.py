@@ -110,12 +110,16 @@ def state(pid: int) -> str:
 
 
 def usage(pid: int) -> tuple[float, int]:
-    """(CPU seconds, bytes read and written) of a process so far."""
+    """(seconds it had a core or its main thread waited for one, bytes read and written) of a process so far."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
         cpu = 0.0
+    try:  # where more processes than cores want to run, work shows as waiting
+        cpu += int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        pass
     moved = 0
     try:
         for line in Path(f"/proc/{pid}/io").read_text().splitlines():

@@ -309,7 +309,7 @@ class Replay:
         last_error: tuple[int, int] | None = None
         backwards: dict[int, int] = {}
         ordinal = -1
-        positions = np.flatnonzero(~_uneventful(view.main))
+        positions = np.flatnonzero(~uneventful(view.main))
         main = view.main[positions]
         columns = [main[name].tolist() for name in ("kind", "thread", "name", "module", "seq", "a", "b", "t", "step")]
         rows = zip(positions.tolist(), *columns, strict=True)
@@ -426,7 +426,7 @@ def _strides(ranks: tuple[int, ...]) -> str:
     return ",".join(str(b - a) for a, b in itertools.pairwise(ranks)) if len(ranks) <= 64 else ""
 
 
-def _uneventful(records: np.ndarray) -> np.ndarray:
+def uneventful(records: np.ndarray) -> np.ndarray:
     """Marks nodes in which nothing happened (a prehook and its posthook in a row): most of all events.
 
     Of each run of them the last is kept, since where a rank is between two nodes hangs on it.

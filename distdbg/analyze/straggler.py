@@ -4,8 +4,8 @@ A step takes equally long on all ranks, since collectives make all wait for the 
 apart. All thresholds are relative to the job's own step and its own noise.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -47,15 +47,19 @@ def find(facts: Facts) -> dict[str, Any] | None:
         return None
     times = {rank: own_times(view) for rank, view in facts.views.items()}
     found: list[Late] = []
+    alone = []
     for ranks in roles(facts.views):
-        for rank in ranks:
-            if len(ranks) > 1:
-                peers, steps = {r: times[r] for r in ranks}, _steps(facts, ranks, WARM_UP)
-                late = _behind_peers(rank, peers, steps) or _slow_everywhere(facts, rank, peers, steps)
-            else:
-                late = _slower_than_before(rank, times, _steps(facts, tuple(facts.views), 1))
-            if late is not None:
-                found.append(late)
+        if len(ranks) == 1:
+            alone.append(ranks[0])
+            continue
+        table = _table(ranks, times, _steps(facts, ranks, WARM_UP))
+        late = _behind_peers(table)
+        found += [*late.values(), *_slow_everywhere(facts, table, late).values()]
+    if alone:
+        everyone = tuple(facts.views)
+        table = _table(everyone, times, _steps(facts, everyone, 1))
+        habits = (_slower_than_before(table, everyone.index(rank)) for rank in alone)
+        found += [one for one in habits if one is not None]
     if not found:
         return None
     found.sort(key=lambda late: -late.excess)
@@ -67,24 +71,19 @@ def imbalance(facts: Facts) -> list[str]:
     """In words, ranks that the others wait for because they have more to do: larger batches, no fault."""
     found = []
     for ranks in roles(facts.views):
-        if len(ranks) < 2:
-            continue
-        times = {r: own_times(facts.views[r]) for r in ranks}
         steps = _steps(facts, ranks, WARM_UP)
-        for rank in ranks:
-            others = [other for other in ranks if other != rank]
-            if len(steps) < MIN_STEPS or not _imbalanced(rank, times, steps):
-                continue
-            mine = times[rank]
-            longer = median(mine.total(s) - median(times[o].total(s) for o in others) for s in steps)
-            step_ns = median(mine.total(s) + mine.waiting.get(s, 0) for s in steps)
-            sizes = {r: sum(t.inputs.get(s, 0) for s in steps) for r, t in times.items()}
-            usual = median(sizes[o] for o in others)
-            if longer > SHARE * step_ns and usual > 0:
-                found.append(
-                    f"rank {rank} works {longer / 1e6:.1f} ms a step longer than the others ({longer / step_ns:.0%} of "
-                    f"a step), on inputs {sizes[rank] / usual:.1f} times as large: imbalance, no fault"
-                )
+        if len(ranks) < 2 or len(steps) < MIN_STEPS:
+            continue
+        table = _table(ranks, {rank: own_times(facts.views[rank]) for rank in ranks}, steps)
+        longer = np.median(table.total - others_median(table.total), axis=1)
+        sizes = table.inputs.sum(axis=1, keepdims=True)
+        usual = others_median(sizes)
+        for row in np.flatnonzero(_imbalanced(table) & (longer > SHARE * table.step_ns) & (usual[:, 0] > 0)).tolist():
+            share, times = longer[row] / table.step_ns[row], sizes[row, 0] / usual[row, 0]
+            found.append(
+                f"rank {ranks[row]} works {longer[row] / 1e6:.1f} ms a step longer than the others ({share:.0%} of a "
+                f"step), on inputs {times:.1f} times as large: imbalance, no fault"
+            )
     return found
 
 
@@ -97,24 +96,77 @@ def _steps(facts: Facts, ranks: tuple[int, ...], warm_up: int) -> list[int]:
 # ---- where lateness may arise
 
 
-def _places(times: Times, steps: Sequence[int]) -> list[tuple[Key, frozenset[Key]]]:
-    """Places, the finest first: a node or module in a phase, all nodes of a module, a module in all phases.
+@dataclass
+class Table:
+    """Times of ranks (rows) in steps (columns), ns: by place, in all, waiting; and the sizes of inputs."""
 
-    The second of a pair are the keys whose times are summed up.
-    """
-    keys = {key for s in steps for key in times.own.get(s, {})}
-    wider: dict[Key, set[Key]] = {}
-    for phase, node, module in keys:
-        wider.setdefault((phase, "", module), set()).add((phase, node, module))
-        if module:
-            wider.setdefault(("", "", module), set()).add((phase, node, module))
-    fine = [(key, frozenset({key})) for key in sorted(keys)]
-    return fine + [(key, frozenset(found)) for key, found in sorted(wider.items()) if len(found) > 1]
+    ranks: tuple[int, ...]
+    steps: list[int]
+    places: dict[Key, np.ndarray]
+    total: np.ndarray
+    waiting: np.ndarray
+    inputs: np.ndarray
+
+    @cached_property
+    def step_ns(self) -> np.ndarray:
+        """By rank, the median time of a step."""
+        found: np.ndarray = np.median(self.total + self.waiting, axis=1)
+        return found
+
+    def wider(self) -> list[tuple[Key, frozenset[Key]]]:
+        """Places, the finest first: a node or module in a phase, all nodes of a module, a module in all phases.
+
+        The second of a pair are the keys whose times are summed up.
+        """
+        groups: dict[Key, set[Key]] = {}
+        for phase, node, module in self.places:
+            groups.setdefault((phase, "", module), set()).add((phase, node, module))
+            if module:
+                groups.setdefault(("", "", module), set()).add((phase, node, module))
+        fine = [(key, frozenset({key})) for key in sorted(self.places)]
+        return fine + [(key, frozenset(found)) for key, found in sorted(groups.items()) if len(found) > 1]
+
+    def spent(self, keys: frozenset[Key]) -> np.ndarray:
+        found: np.ndarray = sum((self.places[key] for key in keys), np.zeros_like(self.total))
+        return found
 
 
-def _in(times: Times, step: int, keys: frozenset[Key]) -> int:
-    own = times.own.get(step, {})
-    return sum(own.get(key, 0) for key in keys)
+def _table(ranks: tuple[int, ...], times: dict[int, Times], steps: list[int]) -> Table:
+    at = {step: column for column, step in enumerate(steps)}
+    shape = (len(ranks), len(steps))
+    table = Table(ranks, steps, {}, *(np.zeros(shape) for _ in range(3)))
+    for row, rank in enumerate(ranks):
+        for step, own in times[rank].own.items():
+            column = at.get(step)
+            if column is None:
+                continue
+            for key, spent in own.items():
+                values = table.places.get(key)
+                if values is None:
+                    values = table.places[key] = np.zeros(shape)
+                values[row, column] = spent
+                table.total[row, column] += spent
+        for values, found in ((table.waiting, times[rank].waiting), (table.inputs, times[rank].inputs)):
+            for step, value in found.items():
+                if step in at:
+                    values[row, at[step]] = value
+    return table
+
+
+def others_median(values: np.ndarray) -> np.ndarray:
+    """For each entry the median of its column without it; shape as ``values``, which has two rows at least."""
+    rows = len(values)
+    order = np.argsort(values, axis=0, kind="stable")
+    ordered = np.take_along_axis(values, order, axis=0)
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(rows)[:, None], axis=0)
+
+    def nth(k: int) -> np.ndarray:  # of the others, in order
+        found: np.ndarray = np.where(rank > k, ordered[k], ordered[min(k + 1, rows - 1)])
+        return found
+
+    middle = (rows - 1) // 2
+    return nth(middle) if (rows - 1) % 2 else (nth(middle - 1) + nth(middle)) / 2
 
 
 def _named(key: Key, keys: frozenset[Key], extra: dict[Key, float]) -> Key:
@@ -128,100 +180,102 @@ def _named(key: Key, keys: frozenset[Key], extra: dict[Key, float]) -> Key:
 # ---- against its peers
 
 
-def _behind_peers(rank: int, times: dict[int, Times], steps: list[int]) -> Late | None:
-    """Lateness against the median of its peers: the finest place that holds at least half of it.
+def _behind_peers(table: Table) -> dict[int, Late]:
+    """Lateness against the median of its peers, by rank: the finest place that holds at least half of it.
 
     What is spread over everything is what a busy machine looks like, too, and names nobody.
     """
-    others = [other for other in times if other != rank]
-    if len(steps) < MIN_STEPS:
-        return None
-    mine = times[rank]
-    step_ns = median(mine.total(s) + mine.waiting.get(s, 0) for s in steps)
-    if step_ns <= 0 or _imbalanced(rank, times, steps):
-        return None
-    total = [mine.total(s) - median(times[o].total(s) for o in others) for s in steps]
-    best: Late | None = None
-    means: dict[Key, float] = {}
-    for key, keys in _places(mine, steps):
-        extra = [_in(mine, s, keys) - median(_in(times[o], s, keys) for o in others) for s in steps]
-        begin = _onset(extra, step_ns)
-        if begin is None:
-            continue
-        during = steps[begin:]
-        lost = means[key] = median(extra[begin:])
-        if not lost / 3 <= median(total[begin:]) <= 2 * lost:
-            continue  # made good elsewhere, or a part of what is spread over more
-        waited = median(median(times[o].waiting.get(s, 0) for o in others) - mine.waiting.get(s, 0) for s in during)
-        if waited < lost / 3:
-            continue  # nobody waited for it: the work was not in the others' way
-        if not _stands_out(key, extra[begin:], [[_in(times[o], s, keys) for s in during] for o in others]):
-            continue
-        # A wider place counts only where it explains much more than the finer ones within it.
-        if best is None or lost > WIDER * best.excess:
-            best = Late(rank, _named(key, keys, means), during[0], lost, lost / step_ns, waited)
-    return best
+    found: dict[int, Late] = {}
+    if len(table.steps) < MIN_STEPS:
+        return found
+    total = table.total - others_median(table.total)
+    waited = others_median(table.waiting) - table.waiting
+    fed = _imbalanced(table)
+    means: dict[int, dict[Key, float]] = {}
+    for key, keys in table.wider():
+        spent = table.spent(keys)
+        extra = spent - others_median(spent)
+        second = np.median(extra[:, extra.shape[1] // 2 :], axis=1)
+        for row in np.flatnonzero((second >= SHARE * table.step_ns) & (table.step_ns > 0) & ~fed).tolist():
+            begin = _onset(extra[row])
+            if begin is None:
+                continue
+            rank = table.ranks[row]
+            lost = float(np.median(extra[row, begin:]))
+            means.setdefault(rank, {})[key] = lost
+            if not lost / 3 <= np.median(total[row, begin:]) <= 2 * lost:
+                continue  # made good elsewhere, or a part of what is spread over more
+            wait = float(np.median(waited[row, begin:]))
+            if wait < lost / 3:
+                continue  # nobody waited for it: the work was not in the others' way
+            if not _stands_out(key, extra[row, begin:], np.delete(spent, row, axis=0)[:, begin:]):
+                continue
+            best = found.get(rank)
+            # A wider place counts only where it explains much more than the finer ones within it.
+            if best is None or lost > WIDER * best.excess:
+                place = _named(key, keys, means[rank])
+                found[rank] = Late(rank, place, table.steps[begin], lost, lost / float(table.step_ns[row]), wait)
+    return found
 
 
-def _stands_out(key: Key, extra: list[float], theirs: list[list[int]]) -> bool:
+def _stands_out(key: Key, extra: np.ndarray, theirs: np.ndarray) -> bool:
     """Whether lateness is more than noise: steady; in a module or node, or beyond what its peers vary there."""
-    lost = median(extra)
+    lost = float(np.median(extra))
     if key[2] and len(theirs) > 1:
-        spread = [abs(row[i] - median(other[i] for other in theirs)) for row in theirs for i in range(len(extra))]
-        return lost > NOISE * median(spread)
-    return lost > STEADY * median(abs(value - lost) for value in extra)
+        return lost > NOISE * float(np.median(np.abs(theirs - np.median(theirs, axis=0))))
+    return lost > STEADY * float(np.median(np.abs(extra - lost)))
 
 
-def _imbalanced(rank: int, times: dict[int, Times], steps: Sequence[int]) -> bool:
-    """A rank with a larger batch or longer sequences has more to do: imbalance, no straggler."""
-    sizes = {r: sum(t.inputs.get(s, 0) for s in steps) for r, t in times.items()}
-    others = [size for r, size in sizes.items() if r != rank]
-    return bool(others) and sizes[rank] > 1.1 * median(others)
+def _imbalanced(table: Table) -> np.ndarray:
+    """Marks ranks with larger batches or longer sequences: they have more to do, which is no straggling."""
+    sizes = table.inputs.sum(axis=1, keepdims=True)
+    found: np.ndarray = (sizes > 1.1 * others_median(sizes))[:, 0]
+    return found
 
 
-def _onset(excess: list[float], step_ns: float) -> int | None:
+def _onset(excess: np.ndarray) -> int | None:
     """The index from which on a rank is late for good, or None: late in most steps from there to the end."""
-    lost = median(excess[len(excess) // 2 :])
-    if lost < SHARE * step_ns:
-        return None
+    lost = float(np.median(excess[len(excess) // 2 :]))
     # The beginning that divides best: before it steps count against, after it for being late; spikes count little.
-    gains = [min(max(e, -lost), 2 * lost) - lost / 2 for e in excess]
-    totals = [sum(gains[begin:]) for begin in range(len(gains))]
-    begin = max(range(len(totals)), key=lambda index: totals[index])
+    gains = np.clip(excess, -lost, 2 * lost) - lost / 2
+    begin = int(np.argmax(np.cumsum(gains[::-1])[::-1]))
     tail = excess[begin:]
-    if len(tail) < MIN_STEPS or sum(e > lost / 3 for e in tail) < LATE * len(tail):
+    if len(tail) < MIN_STEPS or np.mean(tail > lost / 3) < LATE:
         return None
     return begin
 
 
-def _slow_everywhere(facts: Facts, rank: int, times: dict[int, Times], steps: list[int]) -> Late | None:
-    """A rank that is slower than its peers in all it does: a slow machine.
+def _slow_everywhere(facts: Facts, table: Table, done: dict[int, Late]) -> dict[int, Late]:
+    """Ranks that are slower than their peers in all they do: slow machines.
 
     One that has to share its cores looks the same by the clock; how long it had no core to run on tells them apart.
     """
-    others = [other for other in times if other != rank]
-    mine = times[rank]
-    if len(steps) < MIN_STEPS or len(others) < 2 or _imbalanced(rank, times, steps):
-        return None
-    step_ns = median(mine.total(s) + mine.waiting.get(s, 0) for s in steps)
-    excess = [float(mine.total(s) - median(times[o].total(s) for o in others)) for s in steps]
-    begin = _onset(excess, step_ns)
-    if begin is None:
-        return None
-    during, lost = steps[begin:], median(excess[begin:])
-    spread = [abs(times[o].total(s) - median(times[p].total(s) for p in others)) for s in during for o in others]
-    waited = median(median(times[o].waiting.get(s, 0) for o in others) - mine.waiting.get(s, 0) for s in during)
-    if lost < SLOW_SHARE * step_ns or lost < NOISE * median(spread) or waited < lost / 3:
-        return None
-    shared = {r: _core_wait(facts.views[r], during) for r in times}
-    known = [value for r, value in shared.items() if r != rank and value is not None]
-    own = shared[rank]
-    if own is None or len(known) < len(others):
-        return None
-    slower = lost - max(0.0, own - median(known))  # what it works longer than they do, once it has a core
-    if slower < max(lost / 3, SHARE * step_ns):
-        return None
-    return Late(rank, ("", "", ""), during[0], lost, lost / step_ns, waited)
+    found: dict[int, Late] = {}
+    if len(table.steps) < MIN_STEPS or len(table.ranks) < 3:
+        return found
+    excess = table.total - others_median(table.total)
+    waited = others_median(table.waiting) - table.waiting
+    second = np.median(excess[:, excess.shape[1] // 2 :], axis=1)
+    late = (second >= SLOW_SHARE * table.step_ns) & (table.step_ns > 0) & ~_imbalanced(table)
+    for row in np.flatnonzero(late).tolist():
+        rank, begin = table.ranks[row], _onset(excess[row])
+        if begin is None or rank in done:
+            continue
+        step_ns, lost = float(table.step_ns[row]), float(np.median(excess[row, begin:]))
+        others = np.delete(table.total, row, axis=0)[:, begin:]
+        spread = float(np.median(np.abs(others - np.median(others, axis=0))))
+        wait = float(np.median(waited[row, begin:]))
+        if lost < SLOW_SHARE * step_ns or lost < NOISE * spread or wait < lost / 3:
+            continue
+        shared = {r: _core_wait(facts.views[r], table.steps[begin:]) for r in table.ranks}
+        known = [value for r, value in shared.items() if r != rank and value is not None]
+        own = shared[rank]
+        if own is None or len(known) < len(table.ranks) - 1:
+            continue
+        slower = lost - max(0.0, own - median(known))  # what it works longer than they do, once it has a core
+        if slower >= max(lost / 3, SHARE * step_ns):
+            found[rank] = Late(rank, ("", "", ""), table.steps[begin], lost, lost / step_ns, wait)
+    return found
 
 
 def _core_wait(view: RankView, steps: list[int]) -> float | None:
@@ -237,51 +291,58 @@ def _core_wait(view: RankView, steps: list[int]) -> float | None:
 # ---- against its own habit
 
 
-def _slower_than_before(rank: int, times: dict[int, Times], steps: list[int]) -> Late | None:
+def _slower_than_before(table: Table, row: int) -> Late | None:
     """A rank without peers (a pipeline's stage) that got slower in one place from some step on, for good.
 
     A stage that is slower from the start on is so by design. The others must wait for it as they did not before,
     and have no more work themselves.
     """
-    mine, others = times[rank], [other for other in times if other != rank]
-    if len(steps) < MIN_BEFORE + MIN_STEPS:
+    if len(table.steps) < MIN_BEFORE + MIN_STEPS or len(table.ranks) < 2:
         return None
     best: Late | None = None
     means: dict[Key, float] = {}
-    for key, keys in _places(mine, steps):
-        series = [float(_in(mine, s, keys)) for s in steps]
+    whole = table.total[row] + table.waiting[row]
+    for key, keys in table.wider():
+        series = table.spent(keys)[row]
+        rise = float(np.median(series[-MIN_STEPS:]) - np.median(series[:MIN_BEFORE]))
+        if rise < SHARE / 2 * float(np.median(whole[:MIN_BEFORE])):
+            continue
         begin = _change(series)
         if begin is None:
             continue
-        before, during = steps[:begin], steps[begin:]
-        lost = means[key] = median(series[begin:]) - median(series[:begin])
-        step_ns = median(mine.total(s) + mine.waiting.get(s, 0) for s in before)
+        lost = means[key] = float(np.median(series[begin:]) - np.median(series[:begin]))
+        step_ns = float(np.median(whole[:begin]))
         if lost < SHARE * step_ns or (best is not None and lost <= WIDER * best.excess):
             continue
-
-        def more(values: Callable[[int], float], before: list[int] = before, during: list[int] = during) -> float:
-            return median(values(s) for s in during) - median(values(s) for s in before)
-
-        waited = max(more(lambda s, o=o: times[o].waiting.get(s, 0)) for o in others)  # type: ignore[misc]
-        busier = max(more(lambda s, o=o: times[o].total(s)) for o in others)  # type: ignore[misc]
-        fed = median(mine.inputs.get(s, 0) for s in during) > 1.1 * median(mine.inputs.get(s, 0) for s in before)
-        if waited < lost / 3 or busier > lost / 3 or fed or more(lambda s: mine.waiting.get(s, 0)) > lost / 3:
+        waited, busier = (_more(values, begin) for values in (table.waiting, table.total))
+        own_wait, fed = waited[row], _more(table.inputs, begin)[row] > 0.1 * np.median(table.inputs[row, :begin])
+        waited, busier = np.delete(waited, row), np.delete(busier, row)
+        if waited.max() < lost / 3 or busier.max() > lost / 3 or fed or own_wait > lost / 3:
             continue
-        best = Late(rank, _named(key, keys, means), during[0], lost, lost / step_ns, waited, habit=True)
+        place, wait = _named(key, keys, means), float(waited.max())
+        best = Late(table.ranks[row], place, table.steps[begin], lost, lost / step_ns, wait, habit=True)
     return best
 
 
-def _change(series: list[float]) -> int | None:
+def _more(values: np.ndarray, begin: int) -> np.ndarray:
+    """By rank, how much larger the median is from a step on than before."""
+    found: np.ndarray = np.median(values[:, begin:], axis=1) - np.median(values[:, :begin], axis=1)
+    return found
+
+
+def _change(series: np.ndarray) -> int | None:
     """The index at which a series rises for good and clearly, from one steady level to another; None if it does not."""
+    # Near the index at which it departs most from its mean; spikes are cut, so that one of them is no departure.
+    cut = np.minimum(series, np.median(series[-MIN_STEPS:]))
+    near = int(np.argmin(np.cumsum(cut - cut.mean()))) + 1
     best: tuple[float, int] | None = None
-    for begin in range(MIN_BEFORE, len(series) - MIN_STEPS + 1):
-        low, high = median(series[:begin]), median(series[begin:])
-        middle = (low + high) / 2
-        above = sum(value > middle for value in series[begin:]) / (len(series) - begin)
-        below = sum(value < middle for value in series[:begin]) / begin
-        spread = max(median(abs(v - low) for v in series[:begin]), median(abs(v - high) for v in series[begin:]))
+    for begin in range(max(MIN_BEFORE, near - 3), min(len(series) - MIN_STEPS, near + 3) + 1):
+        before, after = series[:begin], series[begin:]
+        low, high = float(np.median(before)), float(np.median(after))
+        above, below = np.mean(after > (low + high) / 2), np.mean(before < (low + high) / 2)
+        spread = max(float(np.median(np.abs(before - low))), float(np.median(np.abs(after - high))))
         if high - low > STEADY * spread and above >= LATE and below >= LATE:
-            score = sum(v > middle for v in series[begin:]) + sum(v < middle for v in series[:begin])
+            score = float(above * len(after) + below * len(before))
             if best is None or score > best[0]:
                 best = (score, begin)
     return best[1] if best is not None else None
