@@ -86,7 +86,9 @@ def failure_of(view: RankView) -> Failure | None:
     where, origin = str(about.get("where", "")), str(about.get("origin", ""))
     library = "site-packages" in where or "/torch/" in where or not where
     by_type = any(name in kind for name in _PEER_TYPES)
-    from_peer = by_type or (library and origin in ("", "collective") and bool(_PEER.search(text)))
+    # Where the script itself waits for a call's work, no frame of torch's is the innermost: the transport's own words.
+    transport = library or "gloo/transport" in text
+    from_peer = by_type or (transport and origin in ("", "collective") and bool(_PEER.search(text)))
     # A script often wraps what it caught: "training failed" from "connection closed by peer".
     from_peer = from_peer or any(_PEER_CAUSE.search(cause) for cause in about.get("causes", ()))
     return Failure(error, t, kind, text, view.text(source) or str(about.get("source", "")), origin, where, from_peer)

@@ -15,6 +15,9 @@ from distdbg.schema import EventKind as K
 # What DDP's reducer says where a rank ran another graph than it was told to expect.
 _REDUCER = ("Expected to mark a variable ready only once", "Expected to have finished reduction in the prior iteration")
 
+# What DDP's check of the parameters says, on ranks that are in order, too.
+_CHECK = ("DDP expects same model across all ranks", "appears not to match sizes of the same param")
+
 _Parameter = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 
 
@@ -22,7 +25,7 @@ def find(facts: Facts) -> dict[str, Any] | None:
     """The verdict of kind `mismatch` over what DDP replicates, or None."""
     if not facts.failures:
         return None
-    return _wrapped(facts) or _reducer(facts)
+    return _wrapped(facts) or _unseen(facts) or _reducer(facts)
 
 
 # ---- the parameters
@@ -43,6 +46,23 @@ def _wrapped(facts: Facts) -> dict[str, Any] | None:
         if len({listed for listed, _ in lists.values()}) > 1:
             return _told(facts, len(ranks), lists)
     return None
+
+
+def _unseen(facts: Facts) -> dict[str, Any] | None:
+    """DDP's check failed, and the ranks that are seen agree: it is about one that is not."""
+    failed = [r for r, f in facts.failures.items() if not f.from_peer and any(text in f.title for text in _CHECK)]
+    if not failed or not facts.missing:
+        return None
+    first = min(failed, key=lambda r: facts.failures[r].t)
+    return {
+        "kind": "unknown",
+        "cause": "DDP's check of the models failed",
+        "summary": f"DDP found that the ranks wrap different models; {facts.names(facts.views)} agree, and nothing was "
+        f"recorded of {facts.names(facts.missing)}: look there",
+        "victims": facts.victims(set()),
+        "evidence": [f"rank {first} raised {facts.failures[first].title}"],
+        "confidence": 0.4,
+    }
 
 
 def _told(facts: Facts, world: int, lists: dict[int, tuple[tuple[_Parameter, ...], int]]) -> dict[str, Any]:

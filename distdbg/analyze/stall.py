@@ -32,6 +32,8 @@ def find(facts: Facts) -> dict[str, Any] | None:
         standing = {r for r, end in facts.ends.items() if not end.over and r in facts.views and r not in blocked}
         # Who has issued a call that is not answered may wait in it, seen or not; who has issued none does not.
         standing = {r for r in standing if not facts.waits[r]} or standing
+        if standing and facts.missing and all(_making_group(facts, r) for r in standing):
+            return _unseen(facts, facts.missing)
         # The making of a group waits for those that are not at it yet.
         standing = {r for r in standing if not _making_group(facts, r)} or standing
     if not standing or (not facts.stalled and not blocked):

@@ -1,5 +1,6 @@
 """Ranks that hand other parameters to DDP, and graphs that its reducer refuses."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_halves_name_nobody(run_dir: Path) -> None:
     """With two ranks it can't be told whose model is the right one."""
     verdict = fails(run_dir, [PLAIN, PLAIN[:2]])
     assert (verdict["kind"], verdict["culprits"]) == ("unknown", [])
+
+
+def test_the_rank_that_differs_is_not_seen(run_dir: Path) -> None:
+    """Ranks that brought the same parameters are not accused of the difference that DDP found."""
+    ranks = job(run_dir, 3)[:2]
+    shutil.rmtree(next(run_dir.glob("ranks/rank00002*")))
+    for rank in ranks:
+        wraps(rank, PLAIN)
+        rank.raised("DDP expects same model across all ranks, but Rank 0 has 3 params", kind="RuntimeError")
+    verdict = diagnose(run_dir)
+    assert (verdict["kind"], verdict["culprits"], verdict["missing_ranks"]) == ("unknown", [], [2])
+    assert "look there" in verdict["summary"]
 
 
 def test_groups_of_their_own_may_differ(run_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """The reasoning, on jobs written event by event: who is named, for what, and when nobody is."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,16 @@ def test_a_wrapped_peer_error_is_no_own_failure(run_dir: Path) -> None:
     assert named(verdict) == ("died", [1])
     assert verdict["culprits"][0]["node"] == "SinBackward0"
     assert verdict["culprits"][0]["signal"] == "SIGKILL"
+
+
+def test_a_peer_error_where_the_script_waits_itself(run_dir: Path) -> None:
+    """The transport's words tell of a peer although the innermost line is the script's own."""
+    ranks = job(run_dir, 2)
+    train(ranks)
+    text = "[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8631"
+    ranks[0].call().wait().raised(text, kind="RuntimeError")
+    shutil.rmtree(next(run_dir.glob("ranks/rank00001*")))
+    assert named(diagnose(run_dir)) == ("unknown", [])
 
 
 def test_the_siblings_that_the_launcher_ends_did_not_die(run_dir: Path) -> None:
