@@ -5,11 +5,12 @@ kept apart: Python's waits for a collective's work, the end of a DDP backward (a
 the engine returns), buffers synchronised in DDP's forward, the making of process groups.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
-from distdbg.analyze.rank import RankView, uneventful
+from distdbg.analyze.rank import RankView
 from distdbg.schema import EventKind as K
 
 Key = tuple[str, str, str]  # (phase, node or "", module or "")
@@ -46,16 +47,65 @@ _END = {
 }
 
 
-@dataclass
-class Times:
-    """ns, by step: own time by place, waiting, and the size of the model's input (numbers of elements)."""
+_WORDS = tuple(dict.fromkeys(_BEGIN.values()))
+_FORWARD, _NODE, _WAIT, _GC = (_WORDS.index(word) + 1 for word in ("forward", "node", "wait", "gc"))
 
-    own: dict[int, dict[Key, int]] = field(default_factory=dict)
-    waiting: dict[int, int] = field(default_factory=dict)
-    inputs: dict[int, int] = field(default_factory=dict)
+
+def _table(words: dict[K, str]) -> np.ndarray:
+    """By kind, the number (from 1) of what it begins or ends, 0 for none."""
+    found = np.zeros(1 << 16, dtype=np.int8)
+    for kind, word in words.items():
+        found[kind] = _WORDS.index(word) + 1
+    return found
+
+
+_BEGINS, _ENDS = _table(_BEGIN), _table(_END)
+_NOT_TIMED = np.zeros(1 << 16, dtype=bool)
+_NOT_TIMED[[K.MAGNITUDE, K.DIGEST]] = True
+
+
+class Times:
+    """One rank's times by step, in ns: own time by place, waiting, and the size of the model's input (elements).
+
+    Arrays of all steps of which anything is known: ``steps`` (ascending), ``table`` (places, steps) with the places
+    in ``keys``, ``waiting_ns`` and ``elements`` (steps). ``own``, ``waiting`` and ``inputs`` are the same as dicts.
+    """
+
+    def __init__(self, steps: np.ndarray, keys: list[Key], table: np.ndarray, seen: np.ndarray) -> None:
+        self.steps, self.keys, self.table, self._seen = steps, keys, table, seen
+        self.waiting_ns = np.zeros(len(steps), dtype=np.int64)
+        self.elements = np.zeros(len(steps), dtype=np.int64)
+        self.totals: np.ndarray = table.sum(axis=0)
+
+    @cached_property
+    def own(self) -> dict[int, dict[Key, int]]:
+        found: dict[int, dict[Key, int]] = {}
+        columns = zip(self.steps.tolist(), self.table.T.tolist(), self._seen.T.tolist(), strict=True)
+        for step, values, seen in columns:
+            here = {key: ns for key, ns, there in zip(self.keys, values, seen, strict=True) if there}
+            if here:
+                found[step] = here
+        return found
+
+    @cached_property
+    def waiting(self) -> dict[int, int]:
+        return {s: ns for s, ns in zip(self.steps.tolist(), self.waiting_ns.tolist(), strict=True) if ns}
+
+    @cached_property
+    def inputs(self) -> dict[int, int]:
+        return {s: size for s, size in zip(self.steps.tolist(), self.elements.tolist(), strict=True) if size}
 
     def total(self, step: int) -> int:
-        return sum(self.own.get(step, {}).values())
+        return int(self.at(self.totals, [step])[0])
+
+    def at(self, values: np.ndarray, steps: Sequence[int]) -> np.ndarray:
+        """Of an array over all steps those of some, 0 where nothing is known of a step."""
+        if not len(self.steps):
+            return np.zeros(len(steps), dtype=np.int64)
+        wanted = np.asarray(steps, dtype=np.int64)
+        where = np.minimum(np.searchsorted(self.steps, wanted), len(self.steps) - 1)
+        found: np.ndarray = np.where(self.steps[where] == wanted, values[where], 0)
+        return found
 
 
 def core_waits(view: RankView) -> tuple[np.ndarray, np.ndarray]:
@@ -68,81 +118,129 @@ def core_waits(view: RankView) -> tuple[np.ndarray, np.ndarray]:
 
 
 def own_times(view: RankView) -> Times:
-    """Own times of the main thread (on the CPU the engine runs in the thread that calls it)."""
-    records = view.records
-    keep = (records["thread"] == 0) & (records["kind"] != K.MAGNITUDE) & (records["kind"] != K.DIGEST)
-    records = records[keep]
-    times = Times()
-    marks = uneventful(records)
-    within = _nodes(view, times, records, marks)
-    kept = records[~marks]
-    columns = [kept[name].tolist() for name in ("kind", "t", "step", "name", "module", "a", "b")]
-    stack: list[tuple[str, Key]] = []
-    before = 0
-    after_sync = finalizing = False
-    for kind, t, step, name, module, a, b, nodes in zip(*columns, within, strict=True):
-        if before:
-            _add(times, step, stack, t - before - nodes, after_sync or finalizing)
-        before = t
-        after_sync = False
-        what = _BEGIN.get(kind)
-        if what is not None:
-            key: Key = (what, "", "")
-            if what == "node":
-                key = ("backward", view.text(name), view.text(module))
-            elif what == "forward":
-                key = ("forward", "", view.text(module))
-                if a == 1:
-                    times.inputs[step] = times.inputs.get(step, 0) + b
-            stack.append((what, key))
-            continue
-        what = _END.get(kind)
-        if what is not None:
-            for position in range(len(stack) - 1, -1, -1):
-                if stack[position][0] == what:
-                    del stack[position:]
-                    break
-            # DDP's forward waits in C++ right after it has issued the broadcast of its buffers.
-            after_sync = kind == K.COLLECTIVE_END and bool(stack) and stack[-1][0] == "forward"
-            if what == "backward":
-                finalizing = False
-        elif kind == K.BACKWARD_FINAL:
-            finalizing = True
-        elif kind == K.STEP:
-            stack.clear()
-    return times
+    """Own times of the main thread (on the CPU the engine runs in the thread that calls it); computed once a view."""
+    known: Times | None = view.__dict__.get("own_times")
+    if known is None:
+        keep = (view.records["thread"] == 0) & ~_NOT_TIMED[view.records["kind"]]
+        records = view.records if keep.all() else view.records[keep]
+        kind = np.ascontiguousarray(records["kind"])
+        tops = _tops(kind)
+        if tops is None:
+            tops = _tops_one_by_one(kind)
+        known = view.__dict__["own_times"] = _times(view, records, kind, tops)
+    return known
 
 
-def _nodes(view: RankView, times: Times, records: np.ndarray, marks: np.ndarray) -> list[int]:
-    """Add the times of nodes in which nothing else happened; returns these times (ns) by event that is left.
+def _tops(kind: np.ndarray) -> np.ndarray | None:
+    """After each event, the event that began the innermost thing open (-1: none); None where ends are missing.
 
-    Most events are of such nodes, so they are summed up all at once.
+    An end with nothing open does nothing, and a step closes all.
     """
-    pre = np.flatnonzero(marks & (records["kind"] == K.PREHOOK))
-    t = records["t"]
-    spent = t[pre + 1] - t[pre] if len(pre) else np.zeros(0, dtype=np.int64)
-    if len(pre):
-        places = np.stack([records[name][pre].astype(np.int64) for name in ("step", "name", "module")])
-        distinct, inverse = np.unique(places, axis=1, return_inverse=True)
-        sums = np.zeros(distinct.shape[1], dtype=np.int64)
-        np.add.at(sums, inverse.reshape(-1), spent)
-        for step, name, module, total in zip(*distinct.tolist(), sums.tolist(), strict=True):
-            own = times.own.setdefault(step, {})
-            key = ("backward", view.text(name), view.text(module))
-            own[key] = own.get(key, 0) + total
-    so_far = np.zeros(len(records) + 1, dtype=np.int64)
-    so_far[pre + 1] = spent
-    so_far = np.cumsum(so_far)[:-1] if len(records) else so_far[:-1]
-    found: list[int] = np.diff(so_far[~marks], prepend=0).tolist()
+    size = len(kind)
+    begins, ends, steps = _BEGINS[kind], _ENDS[kind], kind == K.STEP
+    row = np.arange(size)
+    count = np.cumsum((begins > 0).astype(np.int64) - (ends > 0))
+    last = np.maximum.accumulate(np.where(steps, row, -1)) if size else row
+    relative = count - np.where(last >= 0, count[last], 0)
+    # The lowest it has been since the step began: what lies below 0 are ends with nothing open.
+    shift = np.cumsum(steps) * (2 * size + 1)
+    lowest = np.minimum.accumulate(relative - shift) + shift if size else relative
+    depth = relative - np.minimum(lowest, 0)
+    if size and int(depth.max()) >= 1 << 15:
+        return None
+    before = np.concatenate(([0], depth[:-1])) if size else depth
+    closing = (ends > 0) & (before > 0)
+    paired = np.flatnonzero((begins > 0) | closing)
+    # In order of depth an end follows its begin.
+    paired = paired[np.argsort(np.where(closing, before, depth)[paired].astype(np.int16), kind="stable")]
+    closed = np.flatnonzero(closing[paired])
+    if not np.array_equal(begins[paired[closed - 1]], ends[paired[closed]]):
+        return None
+    order = np.argsort(depth.astype(np.int16), kind="stable")
+    latest = np.maximum.accumulate(np.where(begins[order] > 0, row, -1)) if size else row
+    tops = np.full(size, -1, dtype=np.int64)
+    tops[order] = order[latest]
+    tops[depth == 0] = -1
+    return tops
+
+
+def _tops_one_by_one(kind: np.ndarray) -> np.ndarray:
+    """As ``_tops``, whatever was begun and never ended."""
+    tops: list[int] = []
+    stack: list[tuple[int, int]] = []
+    rows = zip(_BEGINS[kind].tolist(), _ENDS[kind].tolist(), (kind == K.STEP).tolist(), strict=True)
+    for row, (begun, ended, step) in enumerate(rows):
+        if begun:
+            stack.append((begun, row))
+        elif ended:
+            position = next((p for p in range(len(stack) - 1, -1, -1) if stack[p][0] == ended), None)
+            if position is not None:
+                del stack[position:]
+        elif step:
+            stack.clear()
+        tops.append(stack[-1][1] if stack else -1)
+    return np.array(tops, dtype=np.int64)
+
+
+def _times(view: RankView, records: np.ndarray, kind: np.ndarray, tops: np.ndarray) -> Times:
+    """Sums up the time between each two events; it belongs to the step of the second."""
+    t, step = np.ascontiguousarray(records["t"]), np.ascontiguousarray(records["step"]).astype(np.int64)
+    keys, place = _places(view, records, kind, tops)
+    top = np.where(tops >= 0, _BEGINS[kind[tops]], 0) if len(kind) else tops
+    # DDP's forward waits in C++ right after it has issued the broadcast of its buffers.
+    waiting = (top == _WAIT) | ((kind == K.COLLECTIVE_END) & (top == _FORWARD)) | _finalizing(kind)
+    counts = (t[:-1] != 0)[: max(0, len(t) - 1)]
+    waits = np.flatnonzero(counts & waiting[:-1])
+    works = np.flatnonzero(counts & ~waiting[:-1] & (top[:-1] != _GC))  # a collection is no place's own time
+    fed = np.flatnonzero((kind == K.FORWARD_BEGIN) & (records["a"] == 1))
+    elapsed = np.diff(t)
+    steps, column = np.unique(step, return_inverse=True)
+    cell = place[works] * len(steps) + column[works + 1]
+    shape = (len(keys), len(steps))
+    table = _summed(cell, elapsed[works], len(keys) * len(steps)).reshape(shape)
+    seen = np.bincount(cell, minlength=len(keys) * len(steps)).reshape(shape) > 0
+    found = Times(steps, keys, table, seen)
+    found.waiting_ns = _summed(column[waits + 1], elapsed[waits], len(steps))
+    found.elements = _summed(column[fed], records["b"][fed], len(steps))
     return found
 
 
-def _add(times: Times, step: int, stack: list[tuple[str, Key]], elapsed: int, waiting: bool) -> None:
-    if waiting or (stack and stack[-1][0] == "wait"):
-        times.waiting[step] = times.waiting.get(step, 0) + elapsed
-        return
-    if stack and stack[-1][0] == "gc":
-        return  # a collection strikes where it will; it is no place's own time
-    key = stack[-1][1] if stack else ("loop", "", "")
-    own = times.own.setdefault(step, {})
-    own[key] = own.get(key, 0) + elapsed
+def _summed(cells: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    # Sums of whole numbers below 2**53 (104 days in ns) are exact in floating point.
+    found: np.ndarray = np.bincount(cells, weights=values, minlength=size).astype(np.int64)
+    return found
+
+
+def _finalizing(kind: np.ndarray) -> np.ndarray:
+    """Marks events after a backward's final callback and before its end."""
+    final, over = kind == K.BACKWARD_FINAL, (kind == K.BACKWARD_END) | (kind == K.BACKWARD_RAISED)
+    last = np.maximum.accumulate(np.where(final | over, np.arange(len(kind)), -1)) if len(kind) else np.arange(0)
+    found: np.ndarray = (last >= 0) & final[last]
+    return found
+
+
+def _places(view: RankView, records: np.ndarray, kind: np.ndarray, tops: np.ndarray) -> tuple[list[Key], np.ndarray]:
+    """All places by name, and which of them each event leaves a thread in."""
+    begins = np.flatnonzero(_BEGINS[kind] > 0)
+    what = _BEGINS[kind[begins]].astype(np.int64)
+    known = len(view.names)
+
+    def ids(name: str, where: np.ndarray) -> np.ndarray:
+        values = records[name][begins].astype(np.int64)
+        found: np.ndarray = np.where(where & (values < known), values, 0)
+        return found
+
+    module = ids("module", (what == _NODE) | (what == _FORWARD))
+    packed = (what * max(1, known) + ids("name", what == _NODE)) * max(1, known) + module
+    distinct, first, inverse = np.unique(packed, return_index=True, return_inverse=True)
+    codes: dict[Key, int] = {("loop", "", ""): 0}
+    code_of = np.zeros(len(distinct), dtype=np.int64)
+    for at in np.argsort(first).tolist():  # in order of appearance
+        rest, module_id = divmod(int(distinct[at]), max(1, known))
+        kind_of, node_id = divmod(rest, max(1, known))
+        word = _WORDS[kind_of - 1]
+        key: Key = ("backward" if word == "node" else word, view.text(node_id), view.text(module_id))
+        code_of[at] = codes.setdefault(key, len(codes))
+    place = np.zeros(len(kind), dtype=np.int64)
+    place[begins] = code_of[inverse]
+    return list(codes), np.where(tops >= 0, place[tops], 0) if len(kind) else place

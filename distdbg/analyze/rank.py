@@ -5,7 +5,7 @@ was begun and not ended, is replayed event by event from the last moment at whic
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -162,9 +162,15 @@ class RankView:
     # ---- simple facts
 
     @cached_property
+    def kinds(self) -> np.ndarray:
+        """The kinds of ``main``, packed: what most questions begin with."""
+        return np.ascontiguousarray(self.main["kind"])
+
+    @cached_property
     def main(self) -> np.ndarray:
         """The records without the watchdog's."""
-        return self.records[~np.isin(self.records["kind"], _WATCHDOG)]
+        theirs = _marked(self.records["kind"], _WATCHDOG)
+        return self.records[~theirs] if theirs.any() else self.records
 
     @cached_property
     def last_t(self) -> int:
@@ -189,7 +195,8 @@ class RankView:
         return first if self.main["kind"][0] == K.START else first + 1
 
     def of_kind(self, *kinds: int) -> np.ndarray:
-        return self.main[np.isin(self.main["kind"], kinds)]
+        found: np.ndarray = self.main[_marked(self.kinds, kinds)]
+        return found
 
     @cached_property
     def exit_record(self) -> tuple[int, str, int] | None:
@@ -277,10 +284,12 @@ class RankView:
         """Exceptions that left a module, a backward, an optimizer, ... innermost account of each."""
         return self._replayed.raised
 
-    @property
+    @cached_property
     def entered(self) -> dict[int, list[tuple[str, int]]]:
         """By step, the modules entered outside of backward: (name, position in the records)."""
-        return self._replayed.entered
+        replay = Replay(self)
+        replay.run(every=True)
+        return replay.entered
 
     @property
     def place(self) -> Place:
@@ -292,7 +301,10 @@ class RankView:
 
 @dataclass
 class Replay:
-    """Runs through a rank's events once, thread by thread, keeping what is open."""
+    """Runs through a rank's events once, thread by thread, keeping what is open.
+
+    Only ``every`` event tells ``entered``; for all else what was begun and ended with nothing between is left out.
+    """
 
     view: RankView
     items: list[Item] = field(default_factory=list)
@@ -300,16 +312,19 @@ class Replay:
     entered: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place("loop"))
 
-    def run(self) -> None:
+    def run(self, *, every: bool = False) -> None:
         view = self.view
-        stacks: dict[int, list[Open]] = {}
         last_nodes: dict[int, Open | None] = {}
         finals: dict[int, set[int]] = {}
         joining = 0
         last_error: tuple[int, int] | None = None
         backwards: dict[int, int] = {}
         ordinal = -1
-        positions = np.flatnonzero(~uneventful(view.main))
+        positions = np.flatnonzero(~_uneventful(view.main))
+        # Where several threads have something open their order counts, whatever is left out.
+        stacks: dict[int, list[Open]] = {thread: [] for thread in _threads(view.main[positions])}
+        if not every:
+            positions = _eventful(view.main, positions)
         main = view.main[positions]
         columns = [main[name].tolist() for name in ("kind", "thread", "name", "module", "seq", "a", "b", "t", "step")]
         rows = zip(positions.tolist(), *columns, strict=True)
@@ -426,7 +441,7 @@ def _strides(ranks: tuple[int, ...]) -> str:
     return ",".join(str(b - a) for a, b in itertools.pairwise(ranks)) if len(ranks) <= 64 else ""
 
 
-def uneventful(records: np.ndarray) -> np.ndarray:
+def _uneventful(records: np.ndarray) -> np.ndarray:
     """Marks nodes in which nothing happened (a prehook and its posthook in a row): most of all events.
 
     Of each run of them the last is kept, since where a rank is between two nodes hangs on it.
@@ -434,7 +449,7 @@ def uneventful(records: np.ndarray) -> np.ndarray:
     marks = np.zeros(len(records), dtype=bool)
     if len(records) < 4:
         return marks
-    kind, thread, seq, word = (records[name] for name in ("kind", "thread", "seq", "a"))
+    kind, thread, seq, word = (np.ascontiguousarray(records[name]) for name in ("kind", "thread", "seq", "a"))
     pair = (kind[:-1] == K.PREHOOK) & (kind[1:] == K.POSTHOOK) & (seq[:-1] == seq[1:]) & (word[:-1] == word[1:])
     pair &= thread[:-1] == thread[1:]
     # A pair goes if another pair of the same thread follows at once.
@@ -443,6 +458,84 @@ def uneventful(records: np.ndarray) -> np.ndarray:
     marks[:-1] |= goes
     marks[1:] |= goes
     return marks
+
+
+def _threads(records: np.ndarray) -> list[int]:
+    """The threads, by their first event."""
+    found, first = np.unique(records["thread"], return_index=True)
+    return [int(thread) for thread in found[np.argsort(first)]]
+
+
+def _marked(kinds: np.ndarray, wanted: Iterable[int]) -> np.ndarray:
+    """Marks the records of some kinds."""
+    table = np.zeros(1 << 16, dtype=bool)
+    table[list(wanted)] = True
+    found: np.ndarray = table[kinds]
+    return found
+
+
+def _eventful(records: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Of the positions those without pairs of a begin and its end in a row, and without what held nothing but these.
+
+    A rank's last backward stays whole, since the last node in it tells which is next. Collectives and backwards stay,
+    which are counted; so does an optimizer that closes what was open before it.
+    """
+    records = records[positions]
+    kind, thread = np.ascontiguousarray(records["kind"]), np.ascontiguousarray(records["thread"])
+    module, a = np.ascontiguousarray(records["module"]), np.ascontiguousarray(records["a"])
+    key = np.where(_marked(kind, (K.FORWARD_BEGIN, K.FORWARD_END)), module, 0).astype(np.int64)
+    key = np.where(_marked(kind, (K.PREHOOK, K.POSTHOOK)), records["seq"], key)
+    begun, ended = _PAIR_BEGINS[kind].copy(), _PAIR_ENDS[kind]
+    begun[(kind == K.OPTIMIZER_BEGIN) & (a == 1)] = 0
+    begun[_kept(kind, thread)] = 0
+    rows = np.arange(len(kind))
+    while len(rows) > 1:
+        left, right = rows[:-1], rows[1:]
+        pair = (begun[left] > 0) & (begun[left] == ended[right])
+        pair &= (key[left] == key[right]) & (thread[left] == thread[right])
+        if not pair.any():
+            break
+        gone = np.zeros(len(rows), dtype=bool)
+        gone[:-1] |= pair
+        gone[1:] |= pair
+        rows = rows[~gone]
+    found: np.ndarray = positions[rows]
+    return found
+
+
+def _kept(kind: np.ndarray, thread: np.ndarray) -> np.ndarray:
+    """Marks what must not be left out: all since a thread's last backward, and what tells exceptions apart."""
+    kept = np.zeros(len(kind), dtype=bool)
+    threads = np.unique(thread)
+    for one in threads.tolist():
+        last = np.flatnonzero((kind == K.BACKWARD_BEGIN) & (thread == one))
+        if len(last):
+            kept[last[-1] :] |= thread[last[-1] :] == one
+    raised = np.flatnonzero(_marked(kind, _RAISED))
+    if len(raised) and len(threads) > 1:
+        # An account of an exception ends where any thread has nothing open any more.
+        kept[raised[0] : raised[-1] + 1] = True
+    return kept
+
+
+def _pair_tables() -> tuple[np.ndarray, np.ndarray]:
+    """By kind, a number of the pair that it begins, and of that it ends; 0 for none."""
+    pairs = (
+        (K.FORWARD_BEGIN, K.FORWARD_END),
+        (K.PREHOOK, K.POSTHOOK),
+        (K.DATA_BEGIN, K.DATA_END),
+        (K.OPTIMIZER_BEGIN, K.OPTIMIZER_END),
+        (K.CHECKPOINT_BEGIN, K.CHECKPOINT_END),
+        (K.WAIT_BEGIN, K.WAIT_END),
+        (K.SETUP_BEGIN, K.SETUP_END),
+    )
+    begins, ends = np.zeros(1 << 16, dtype=np.int8), np.zeros(1 << 16, dtype=np.int8)
+    for number, (begin, end) in enumerate(pairs, 1):
+        begins[begin], ends[end] = number, number
+    return begins, ends
+
+
+_PAIR_BEGINS, _PAIR_ENDS = _pair_tables()
 
 
 def _same(opened: Open, what: str, seq: int, module: int) -> bool:
