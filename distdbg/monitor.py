@@ -15,6 +15,7 @@ from typing import Any
 
 from distdbg import nativestacks, processes, schema
 from distdbg.errors import say
+from distdbg.files import read_verdict
 from distdbg.pace import Pace, RankPace
 from distdbg.processes import Worker
 from distdbg.tail import Tail
@@ -288,11 +289,7 @@ class Monitor:
     def _ask_about(self, pid: int, counts: tuple[int, int], seconds: float, limit: float) -> None:
         """A rank keeps the others waiting and moves: a stall if the verdict says that it goes round in circles."""
         text = diagnose(self._run_dir)
-        try:
-            kind = json.loads((self._run_dir / schema.VERDICT_FILE).read_text(encoding="utf-8"))["kind"]
-        except (OSError, ValueError, KeyError):
-            return
-        if kind != "stalled" or self._stalled or self._ranks[pid].counts != counts:
+        if read_verdict(self._run_dir).get("kind") != "stalled" or self._stalled or self._ranks[pid].counts != counts:
             return
         self._circling, self._stalled = (pid, counts), True
         self._events.write("stall", silence_s=round(seconds, 1), limit_s=round(limit, 1))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distdbg import processes, schema
+from distdbg.files import read_verdict, replace_text
 
 TIMEOUT_S = 20.0  # the symbols of torch's libraries are many
 MAX_RANKS = 4
@@ -25,12 +26,12 @@ MAX_FRAMES = 200
 
 def culprits(run_dir: Path) -> list[int]:
     """The ranks that verdict.json names as standing; [] where there is none."""
+    verdict = read_verdict(run_dir)
     try:
-        verdict = json.loads((run_dir / schema.VERDICT_FILE).read_text(encoding="utf-8"))
         if verdict["kind"] != "stalled":
             return []
         return [int(culprit["rank"]) for culprit in verdict["culprits"]][:MAX_RANKS]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return []
 
 
@@ -50,11 +51,8 @@ def take(pid: int, folder: Path, still: Callable[[], bool], *, timeout: float = 
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return "py-spy's answer cannot be read"
     about = {"t_unix_ns": time.time_ns(), "pid": pid, "threads": threads}
-    path = folder / schema.NATIVE_STACKS_FILE
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
+        replace_text(folder / schema.NATIVE_STACKS_FILE, json.dumps(about, indent=1) + "\n")
     except OSError as error:
         return f"not written: {error.strerror}"
     return ""

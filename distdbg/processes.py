@@ -109,6 +109,14 @@ def state(pid: int) -> str:
         return ""
 
 
+def run_delay_ns(pid: int) -> int:
+    """ns for which a process's main thread was ready to run and had no core, as Linux counts them; 0 if it does not."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def usage(pid: int) -> tuple[float, int]:
     """(seconds it had a core or its main thread waited for one, bytes read and written) of a process so far."""
     try:
@@ -116,10 +124,7 @@ def usage(pid: int) -> tuple[float, int]:
         cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
         cpu = 0.0
-    try:  # where more processes than cores want to run, work shows as waiting
-        cpu += int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        pass
+    cpu += run_delay_ns(pid) / 1e9  # where more processes than cores want to run, work shows as waiting
     moved = 0
     try:
         for line in Path(f"/proc/{pid}/io").read_text().splitlines():

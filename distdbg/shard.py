@@ -19,6 +19,7 @@ from typing import Any
 
 from distdbg import schema
 from distdbg.errors import RecordingError, say
+from distdbg.files import replace_text
 from distdbg.identity import Identity
 
 SEGMENT_BYTES = 4 << 20
@@ -213,13 +214,10 @@ class ShardWriter:
 
     def write_text(self, name: str, text: str) -> None:
         """Replace a text file beside the shard at once; a failure is dropped (it is evidence, not data)."""
-        path = self.folder / name
-        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
         try:
-            temporary.write_text(text, encoding="utf-8", errors="replace")
-            os.replace(temporary, path)
+            replace_text(self.folder / name, text)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            return
 
     def append_text(self, name: str, line: str) -> None:
         """Append a line to a text file beside the shard; a failure is dropped."""

@@ -43,8 +43,10 @@ def find(facts: Facts) -> Circle | None:
         return None
     if facts.ends[rank].how in ("left", "vanished", "crashed") or rank in facts.failures:
         return None
+    if facts.now - view.last_t > 1_000_000_000:
+        return None  # it is silent: a plain stall
     circle = _circle(view, [v for r, v in facts.views.items() if r != rank and v.parameters == view.parameters])
-    if circle is None or facts.now - view.last_t > 1_000_000_000:
+    if circle is None:
         return None
     quiet = facts.now - max(max(facts.views[r].last_t for r in facts.blocked), circle.since)
     longest = int(np.max(np.diff(_ends(view)), initial=0))
@@ -77,7 +79,7 @@ def _by_position(view: RankView) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _circle(view: RankView, peers: list[RankView]) -> Circle | None:
-    records, rounds = view.main, _rounds(view)
+    records = view.main
     cuts, positions, counts = _by_position(view)
     if not len(cuts):
         return None
@@ -90,7 +92,7 @@ def _circle(view: RankView, peers: list[RankView]) -> Circle | None:
     usual = max(habit, default=None)
     if here < ROUNDS * (usual or 1):
         return None
-    now = records[cuts[-1] :][rounds[cuts[-1] :]]
+    now = records[cuts[-1] :][_rounds(view)[cuts[-1] :]]
     kinds, number = np.unique(now["kind"], return_counts=True)
     kind = int(kinds[np.argmax(number)])
     module = view.text(int(now["module"][-1])) if kind == K.FORWARD_BEGIN else ""

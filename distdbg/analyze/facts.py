@@ -277,7 +277,7 @@ class Facts:
                 fields["node"], fields["module"] = name or None, module or None
                 if name:
                     fields["node_index"], fields["node_count"] = last.seq + 1 if last else 0, backward.a
-        if phase == "collective" and view.text(stack[-1].name).startswith("store."):
+        if phase == "collective" and view.at_store(stack):
             fields["phase"] = "loop"  # the script's own affair
         called = next((o for o in reversed(stack) if o.what == "collective"), None)
         if called is not None:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from distdbg.analyze.flight import Call, Dump
+from distdbg.analyze.parting import agreed
 
 # Operations that end on no rank before every rank of the group has issued them.
 ALL_AT_ONCE = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
-# Operations whose contributions may differ in size from rank to rank.
-_FREE_SIZES = {"all_to_all", "gather", "scatter", "barrier"}
 
 Token = tuple[Hashable, ...]
 
@@ -249,14 +248,7 @@ class Flight:
 
 def token(calls: list[Call]) -> Token:
     """What must agree between the ranks of a group in one call (of a batch: in each of its parts)."""
-    return tuple(
-        (
-            call.op,
-            () if call.op in ("barrier", "scatter") else call.dtypes,
-            None if call.op in _FREE_SIZES else call.numel,
-        )
-        for call in calls
-    )
+    return tuple(agreed(call.op, call.dtypes, call.numel) for call in calls)
 
 
 def differs(group: Group, missing: set[int]) -> Difference | None:

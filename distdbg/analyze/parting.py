@@ -21,7 +21,7 @@ from distdbg.analyze.rank import Item, RankView
 
 _NO_CALL = "no call"
 # Operations whose contributions may differ in size from rank to rank.
-_FREE_SIZES = {"all_to_all", "gather", "scatter"}
+_FREE_SIZES = {"all_to_all", "gather", "scatter", "barrier"}
 
 
 @dataclass
@@ -49,9 +49,12 @@ def comparable(view: RankView) -> list[Item]:
 def signature(item: Item) -> Hashable:
     """What must agree between the ranks of a group in one call."""
     about = item.about
-    size = None if item.op in _FREE_SIZES or item.op == "barrier" else about.get("numel")
-    dtypes = tuple(about.get("dtypes", ())) if item.op not in ("barrier", "scatter") else ()
-    return (item.op, dtypes, size, about.get("root"))
+    return (*agreed(item.op, tuple(about.get("dtypes", ())), about.get("numel")), about.get("root"))
+
+
+def agreed(op: str, dtypes: tuple[str, ...], numel: int | None) -> tuple[str, tuple[str, ...], int | None]:
+    """Of an operation, its types and its size what the ranks of a group must have in common."""
+    return op, () if op in ("barrier", "scatter") else dtypes, None if op in _FREE_SIZES else numel
 
 
 def first_by_group(views: dict[int, RankView], *, places: bool) -> Parting | None:

@@ -159,6 +159,10 @@ class RankView:
         name = self.names[number] if 0 < number < len(self.names) else None
         return (name.extra or {}) if name is not None else {}
 
+    def at_store(self, stack: Sequence[Open]) -> bool:
+        """Whether the innermost thing open is a wait in the job's store."""
+        return bool(stack) and stack[-1].what == "setup" and self.text(stack[-1].name).startswith("store.")
+
     # ---- simple facts
 
     @cached_property

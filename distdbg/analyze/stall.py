@@ -38,7 +38,7 @@ def find(facts: Facts) -> dict[str, Any] | None:
         standing = {r for r in standing if not _making_group(facts, r)} or standing
     if not standing or (not facts.stalled and not blocked):
         return None
-    if len(standing) > 1 and all(_at_store(facts, rank) for rank in standing):
+    if len(standing) > 1 and all(facts.views[rank].at_store(facts.views[rank].place.stack) for rank in standing):
         return _store(facts, standing)
     return _stalled(facts, standing)
 
@@ -80,11 +80,6 @@ def _endless(facts: Facts, circle: circling.Circle) -> dict[str, Any]:
 def _making_group(facts: Facts, rank: int) -> bool:
     stack = facts.views[rank].place.stack
     return bool(stack) and stack[-1].what == "setup"
-
-
-def _at_store(facts: Facts, rank: int) -> bool:
-    view = facts.views[rank]
-    return _making_group(facts, rank) and view.text(view.place.stack[-1].name).startswith("store.")
 
 
 def _store(facts: Facts, ranks: set[int]) -> dict[str, Any]:

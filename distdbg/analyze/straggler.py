@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distdbg.analyze.facts import Facts
-from distdbg.analyze.owntime import Key, Times, core_waits, own_times
+from distdbg.analyze.owntime import Key, core_waits, own_times
 from distdbg.analyze.parting import roles
 from distdbg.analyze.rank import RankView
 from distdbg.schema import EventKind as K
@@ -45,19 +45,14 @@ def find(facts: Facts) -> dict[str, Any] | None:
     """The verdict of kind `straggler`, or None."""
     if facts.symptom or len(facts.views) < 2:
         return None
-    times = {rank: own_times(view) for rank, view in facts.views.items()}
     found: list[Late] = []
-    alone = []
-    for ranks in roles(facts.views):
-        if len(ranks) == 1:
-            alone.append(ranks[0])
-            continue
-        table = _table(ranks, times, _steps(facts, ranks, WARM_UP))
+    for table in _tables(facts):
         late = _behind_peers(table)
         found += [*late.values(), *_slow_everywhere(facts, table, late).values()]
+    alone = [ranks[0] for ranks in roles(facts.views) if len(ranks) == 1]
     if alone:
         everyone = tuple(facts.views)
-        table = _table(everyone, times, _steps(facts, everyone, 1))
+        table = _table(facts, everyone, 1)
         habits = (_slower_than_before(table, everyone.index(rank)) for rank in alone)
         found += [one for one in habits if one is not None]
     if not found:
@@ -70,19 +65,17 @@ def find(facts: Facts) -> dict[str, Any] | None:
 def imbalance(facts: Facts) -> list[str]:
     """In words, ranks that the others wait for because they have more to do: larger batches, no fault."""
     found = []
-    for ranks in roles(facts.views):
-        steps = _steps(facts, ranks, WARM_UP)
-        if len(ranks) < 2 or len(steps) < MIN_STEPS:
+    for table in _tables(facts):
+        if len(table.steps) < MIN_STEPS:
             continue
-        table = _table(ranks, {rank: own_times(facts.views[rank]) for rank in ranks}, steps)
         longer = np.median(table.total - others_median(table.total), axis=1)
         sizes = table.inputs.sum(axis=1, keepdims=True)
         usual = others_median(sizes)
         for row in np.flatnonzero(_imbalanced(table) & (longer > SHARE * table.step_ns) & (usual[:, 0] > 0)).tolist():
             share, times = longer[row] / table.step_ns[row], sizes[row, 0] / usual[row, 0]
             found.append(
-                f"rank {ranks[row]} works {longer[row] / 1e6:.1f} ms a step longer than the others ({share:.0%} of a "
-                f"step), on inputs {times:.1f} times as large: imbalance, no fault"
+                f"rank {table.ranks[row]} works {longer[row] / 1e6:.1f} ms a step longer than the others ({share:.0%} "
+                f"of a step), on inputs {times:.1f} times as large: imbalance, no fault"
             )
     return found
 
@@ -131,25 +124,28 @@ class Table:
         return found
 
 
-def _table(ranks: tuple[int, ...], times: dict[int, Times], steps: list[int]) -> Table:
-    at = {step: column for column, step in enumerate(steps)}
+def _tables(facts: Facts) -> list[Table]:
+    """A table for each role of several ranks; made once a run, since two questions are asked of them."""
+    known: list[Table] | None = facts.__dict__.get("straggler_tables")
+    if known is None:
+        several = [ranks for ranks in roles(facts.views) if len(ranks) > 1]
+        known = facts.__dict__["straggler_tables"] = [_table(facts, ranks, WARM_UP) for ranks in several]
+    return known
+
+
+def _table(facts: Facts, ranks: tuple[int, ...], warm_up: int) -> Table:
+    steps = _steps(facts, ranks, warm_up)
     shape = (len(ranks), len(steps))
     table = Table(ranks, steps, {}, *(np.zeros(shape) for _ in range(3)))
     for row, rank in enumerate(ranks):
-        for step, own in times[rank].own.items():
-            column = at.get(step)
-            if column is None:
-                continue
-            for key, spent in own.items():
-                values = table.places.get(key)
-                if values is None:
-                    values = table.places[key] = np.zeros(shape)
-                values[row, column] = spent
-                table.total[row, column] += spent
-        for values, found in ((table.waiting, times[rank].waiting), (table.inputs, times[rank].inputs)):
-            for step, value in found.items():
-                if step in at:
-                    values[row, at[step]] = value
+        times = own_times(facts.views[rank])
+        for key, every in zip(times.keys, times.table, strict=True):
+            spent = times.at(every, steps)
+            if spent.any():
+                table.places.setdefault(key, np.zeros(shape))[row] = spent
+        table.total[row] = times.at(times.totals, steps)
+        table.waiting[row] = times.at(times.waiting_ns, steps)
+        table.inputs[row] = times.at(times.elements, steps)
     return table
 
 

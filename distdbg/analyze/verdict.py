@@ -29,6 +29,7 @@ from distdbg.analyze import (
 from distdbg.analyze.facts import Facts, gather
 from distdbg.analyze.read import Run, read_run
 from distdbg.errors import RunDirError, ShardError
+from distdbg.files import replace_text
 
 _RULES = (
     mismatch.find,
@@ -82,10 +83,7 @@ def diagnose_run(run: Run) -> dict[str, Any]:
 
 def write(run_dir: Path, verdict: dict[str, Any]) -> None:
     """Write RUN_DIR/verdict.json at once."""
-    path = run_dir / schema.VERDICT_FILE
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(run_dir / schema.VERDICT_FILE, json.dumps(verdict, indent=1) + "\n")
 
 
 def _nothing(facts: Facts) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`distdbg export RUN_DIR --perfetto`: the run as a trace for the Perfetto UI and chrome://tracing."""
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from distdbg import schema
 from distdbg.errors import DistdbgError
+from distdbg.files import read_verdict
 
 DIAGNOSE_BYTES = 1 << 30  # above that a verdict is only marked where there is one already
 
@@ -57,16 +57,13 @@ def main(argv: list[str]) -> int:
 
 def verdict_of(run_dir: Path) -> dict[str, Any] | None:
     """The verdict that lies in the run directory; else one made now, unless the run is too large to hold."""
-    try:
-        found = json.loads((run_dir / schema.VERDICT_FILE).read_text(encoding="utf-8"))
-        if isinstance(found, dict) and found.get("schema") == schema.VERDICT_SCHEMA:
-            culprits = found.get("culprits")
-            return {
-                **found,
-                "culprits": [c for c in culprits if isinstance(c, dict)] if isinstance(culprits, list) else [],
-            }
-    except (OSError, ValueError):
-        pass
+    found = read_verdict(run_dir)
+    if found.get("schema") == schema.VERDICT_SCHEMA:
+        culprits = found.get("culprits")
+        return {
+            **found,
+            "culprits": [c for c in culprits if isinstance(c, dict)] if isinstance(culprits, list) else [],
+        }
     segments = run_dir.glob(f"{schema.RANKS_FOLDER}/*/seg-*{schema.SEGMENT_SUFFIX}")
     if sum(path.stat().st_size for path in segments) > DIAGNOSE_BYTES:
         print("distdbg: no verdict is marked; `distdbg diagnose --write` makes one first", file=sys.stderr)

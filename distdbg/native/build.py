@@ -26,17 +26,14 @@ MODULE = "distdbg_native"
 BUILD_S = 900  # a compiler that takes longer hangs
 
 _SMOKE = """
-import sys, tempfile
+import os, sys, tempfile
 from pathlib import Path
 import torch
 import distdbg
 from distdbg.native import load
-assert load.load(Path(sys.argv[1])) is not None
+load.PATH = Path(sys.argv[1])
+os.environ["DISTDBG_RECORDER"] = "native"
 with tempfile.TemporaryDirectory() as place:
-    import os
-    os.environ["DISTDBG_RECORDER"] = "native"
-    os.environ["DISTDBG_NATIVE_DIR"] = str(Path(sys.argv[1]).parent)
-    load.PATH = Path(sys.argv[1])
     distdbg.start(place)
     x = torch.ones(3, requires_grad=True)
     ((x * 2).exp() + 1).sum().backward()

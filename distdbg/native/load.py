@@ -13,12 +13,12 @@ from distdbg.schema import EventKind
 PATH: Path | None = None  # a build to load instead of the one in the cache
 
 
-def load(path: Path | None = None) -> Any:
+def load() -> Any:
     """The extension module, None where no build fits. Raises ImportError where one can't be loaded.
 
-    ``path`` is loaded whatever its name. torch must have been imported: the extension links to its libraries.
+    torch must have been imported: the extension links to its libraries.
     """
-    found = path or PATH or build.find()
+    found = PATH or build.find()
     if found is None:
         return None
     known: ModuleType | None = sys.modules.get(build.MODULE)

@@ -316,18 +316,12 @@ class Collectives:
         self._patches.set(work, "wait", wait)
 
     def _wrap_setup(self, name: str) -> None:
-        original, session = getattr(dist, name), self._session
-        number = session.intern("operation", name)
+        original = getattr(dist, name)
+        number = self._session.intern("operation", name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            session.emit(Kind.SETUP_BEGIN, name=number)
-            try:
-                result = original(*args, **kwargs)
-            except BaseException as error:
-                session.emit(Kind.CALL_RAISED, session.intern_error(error))
-                raise
-            session.emit(Kind.SETUP_END, name=number)
+            result = self._setup(number, original, *args, **kwargs)
             if name == "init_process_group":
                 self._note_rank()
             if name == "destroy_process_group" and not dist.is_initialized():
@@ -339,23 +333,28 @@ class Collectives:
 
     def _wrap_store(self, name: str) -> None:
         store = torch._C._distributed_c10d.Store
-        original, session = getattr(store, name), self._session
-        number = session.intern("operation", f"store.{name}")
+        original, setup = getattr(store, name), self._setup
+        number = self._session.intern("operation", f"store.{name}")
         main = threading.main_thread().ident
 
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != main:
                 return original(self, *args, **kwargs)
-            session.emit(Kind.SETUP_BEGIN, name=number)
-            try:
-                result = original(self, *args, **kwargs)
-            except BaseException as error:
-                session.emit(Kind.CALL_RAISED, session.intern_error(error))
-                raise
-            session.emit(Kind.SETUP_END, name=number)
-            return result
+            return setup(number, original, self, *args, **kwargs)
 
         self._patches.set(store, name, wrapped)
+
+    def _setup(self, number: int, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call what makes groups or waits for other ranks outside of collectives, between a begin and an end."""
+        session = self._session
+        session.emit(Kind.SETUP_BEGIN, name=number)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            session.emit(Kind.CALL_RAISED, session.intern_error(error))
+            raise
+        session.emit(Kind.SETUP_END, name=number)
+        return result
 
     def _wrap_join(self) -> None:
         from torch.distributed.algorithms.join import Join

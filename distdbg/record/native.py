@@ -46,11 +46,10 @@ class NativeHook:
 class NativeBackward:
     """One call of the engine whose nodes are hooked in C++; the interface of engine.Backward."""
 
-    __slots__ = ("_open", "_run", "emit", "nested_in", "nodes", "number", "outputs", "truncated")
+    __slots__ = ("_open", "_run", "nested_in", "nodes", "number", "outputs", "truncated")
 
-    def __init__(self, number: int, emit: Any) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.emit = emit
         self.nodes = 0
         self.truncated = False
         self.nested_in: Any = None
@@ -110,7 +109,7 @@ class NativeGraphs:
         if not live:
             self.clear()
         state = self._session.state
-        run = NativeBackward(number, self._session.emit)
+        run = NativeBackward(number)
         begun = self._begin(
             self._writer, number, outputs, state.boundary_seqs, state.boundary_modules,
             self._name_of, self._of_parameter, holds,

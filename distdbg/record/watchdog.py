@@ -16,7 +16,7 @@ import traceback
 from types import FrameType
 from typing import IO, Any
 
-from distdbg import schema
+from distdbg import processes, schema
 from distdbg.errors import say
 from distdbg.record import errors
 from distdbg.record.clock import Clock
@@ -55,15 +55,6 @@ def in_library(stack: list[list[Any]]) -> str:
         if "site-packages" not in filename and f"{os.sep}lib{os.sep}python" not in filename:
             return ""
     return ""
-
-
-def _run_delay() -> int:
-    """ns for which the main thread was ready to run and had no core, as Linux counts them; 0 where it does not."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/schedstat", encoding="ascii") as file:
-            return int(file.read().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def dump_flight_recorder(session: Session) -> None:
@@ -184,7 +175,8 @@ class Watchdog:
         quiet = self._quiet()
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         source = self._source(main)
-        self._emit(Kind.HEARTBEAT, name=source, seq=_run_delay(), a=time.process_time_ns(), b=self._main_cpu())
+        delay = processes.run_delay_ns(os.getpid())
+        self._emit(Kind.HEARTBEAT, name=source, seq=delay, a=time.process_time_ns(), b=self._main_cpu())
         if quiet >= session.settings.quiet_s:
             # Again at longer and longer intervals, so that the stacks are fresh and the file is one.
             if self._noticed == 0 or quiet >= self._noticed * 2:

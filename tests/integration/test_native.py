@@ -15,23 +15,10 @@ from tests.integration import jobs
 
 pytestmark = pytest.mark.integration
 
-SCRIPT = """
+SCRIPT = (
+    jobs.LEVEL
+    + """
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
-
-
-class Level(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, level):
-        ctx.save_for_backward(x)
-        ctx.level = level
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.level <= 0:
-            raise ValueError(f"level must be positive, got {ctx.level}")
-        return grad, None
 
 
 class Block(nn.Module):
@@ -71,6 +58,7 @@ def main(wrap, bad):
 if __name__ == "__main__":
     main(sys.argv[1], len(sys.argv) > 2)
 """
+)
 COLUMNS = ["rank", "event", "step", "phase", "node", "node_index", "module", "parameter", "collective", "bytes"]
 CHANCE = ["heartbeat", "stall", "gc_begin", "gc_end", "wait_begin", "wait_end", "setup_begin", "setup_end"]
 

@@ -15,23 +15,9 @@ from tests.integration import jobs
 
 pytestmark = pytest.mark.integration
 
-SCRIPT = """
-class Level(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, level):
-        ctx.save_for_backward(x)
-        ctx.level = level
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        if ctx.level <= 0:
-            raise ValueError(f"level must be positive, got {ctx.level}")
-        if ctx.level > 5:
-            return grad[:, :1].expand(-1, 3), None
-        return grad, None
-
+SCRIPT = (
+    jobs.LEVEL
+    + """
 
 class Gate(nn.Module):
     level = 1.0
@@ -57,6 +43,7 @@ def main(bad):
 if __name__ == "__main__":
     main(float(sys.argv[1]))
 """
+)
 
 
 def replay(path: Path, *options: str) -> dict[str, Any]:
