@@ -9,6 +9,7 @@ clock is the generator's own, so a run of an hour takes as long as its events ta
 
 import argparse
 import json
+import multiprocessing
 import random
 import tempfile
 import time
@@ -66,11 +67,13 @@ def write_run(
     noise: float = 0.02,
     ranks_per_host: int = 8,
     seed: int = 0,
+    workers: int = 1,
 ) -> int:
     """Write a run; returns the number of events.
 
     ``straggler`` is late by ``delay_ms`` in forward of the last layer's mlp from ``at_step`` on; ``stall`` stands still
-    there for good, in backward. ``slower`` multiplies the work of every mlp (for comparisons of two runs).
+    there for good, in backward. ``slower`` multiplies the work of every mlp (for comparisons of two runs). The ranks
+    are shared out to ``workers`` processes.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -83,14 +86,22 @@ def write_run(
         work = max(job.work_ns(rank, step, factors[rank][step]) for rank in range(ranks))
         now += work + 3 * MS
     ends = [*began[1:], now]
-    total = 0
-    for rank in range(ranks):
-        host = f"node{rank // ranks_per_host:03d}"
-        identity = Identity(rank, ranks, rank % ranks_per_host, 0, "synthetic", host, 1000 + rank, "torchrun")
-        with _clock() as clock:
-            total += job.write_rank(run_dir, identity, clock, factors[rank], began, ends)
+    plans = [(job, run_dir, rank, ranks_per_host, factors[rank], began, ends) for rank in range(ranks)]
+    if workers > 1:
+        with multiprocessing.get_context("fork").Pool(workers) as pool:
+            total = sum(pool.imap_unordered(_write_rank, plans, chunksize=4))
+    else:
+        total = sum(map(_write_rank, plans))
     _launcher(run_dir, ranks, ranks_per_host, began, now, job)
     return total
+
+
+def _write_rank(plan: "tuple[_Job, Path, int, int, list[float], list[int], list[int]]") -> int:
+    job, run_dir, rank, per_host, factors, began, ends = plan
+    host = f"node{rank // per_host:03d}"
+    identity = Identity(rank, job.ranks, rank % per_host, 0, "synthetic", host, 1000 + rank, "torchrun")
+    with _clock() as clock:
+        return job.write_rank(run_dir, identity, clock, factors, began, ends)
 
 
 class _Job:
@@ -258,6 +269,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=10.0)
     parser.add_argument("--slower", type=float, default=1.0, help="factor on the work of every mlp")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1, help="processes that write")
     args = vars(parser.parse_args())
     with tempfile.TemporaryDirectory() as temporary:
         run_dir = args.pop("run_dir") or Path(temporary) / "run"

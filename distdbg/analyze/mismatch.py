@@ -178,6 +178,7 @@ def _told(parting: Parting) -> str:
     if parting.comparison == "digest":
         return (
             "issued other collectives than the others; what exactly is not known, since its events are no longer kept"
+            " or not read"
         )
     who = "the others issued" if parting.comparison != "habit" else "it issued before"
     mine = f"issued {_call(ours)}" if ours else "issued no call"

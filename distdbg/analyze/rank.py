@@ -193,6 +193,8 @@ class RankView:
     @cached_property
     def first_step(self) -> int:
         """The oldest step that is still there whole."""
+        if self.shard.first_step is not None:
+            return self.shard.first_step
         if not len(self.main):
             return 0
         first = int(self.main["step"][0])

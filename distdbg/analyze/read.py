@@ -4,6 +4,7 @@ What can be read is read; what cannot is told in ``Run.problems``, each with the
 """
 
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,12 @@ from distdbg.errors import RunDirError, ShardError
 
 if TYPE_CHECKING:
     from distdbg.analyze.clock import Clocks
+    from distdbg.analyze.window import Window
 
 RECORD_DTYPE = np.dtype([(name, kind) for name, kind in schema.RECORD_FIELDS])
 _FOLDER = re.compile(r"rank(\d+)-attempt(\d+)-(.*)-(\d+)$")
 MAX_TEXT_BYTES = 64 << 20
+_KNOWN = np.isin(np.arange(1 << 16), [int(kind) for kind in schema.EventKind])
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Shard:
     fatal_stacks: Path | None = None
     clock: str = ""  # shards with the same one were written by one clock; "" where it is not known
     clock_error_ns: int | None = 0  # by how much its times may be off on the one timeline; None: not known
+    first_step: int | None = None  # the first step that was read, where that is not all there is
 
 
 @dataclass
@@ -75,6 +79,7 @@ class Run:
     problems: list[str] = field(default_factory=list)
     flight_recorder: list[Path] = field(default_factory=list)
     clocks: "Clocks | None" = None
+    window: "Window | None" = None  # None: all of it was read
 
     @property
     def clock_sentence(self) -> str:
@@ -82,29 +87,31 @@ class Run:
         return self.clocks.sentence if self.clocks else ""
 
 
-def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
-    """Read a run directory; with ``tail_segments`` only the newest segments of each shard.
+def read_run(run_dir: str | Path, window: "Window | None" = None) -> Run:
+    """Read a run directory, or of its events those in a window.
 
     Raises RunDirError where there is no run, ShardError where no shard can be read.
     """
     path = Path(run_dir)
     if not path.is_dir():
         raise RunDirError(f"{path} is not a directory; give the run directory that `distdbg run` printed first")
-    run = Run(path)
+    run = Run(path, window=window)
     run.run = json_file(path / schema.RUN_FILE, run.problems) or {}
     for file in sorted(path.glob(schema.LAUNCHER_PREFIX + "*.jsonl")):
         events = _json_lines(file, run.problems)
         host = file.stem.removeprefix(schema.LAUNCHER_PREFIX).rpartition("-")[0]
         run.launcher.extend({"host": host, **event} for event in events)
-    folders = sorted(p for p in (path / schema.RANKS_FOLDER).glob("*") if p.is_dir())
-    if not folders:
+    found = folders(path)
+    if not found:
         if run.launcher or run.run:
             raise RunDirError(
                 f"{path} holds no shard: the job ended before any rank began to record; look at its own output"
             )
         raise RunDirError(f"{path} holds no run (no {schema.RANKS_FOLDER}/ folder); give a run directory of distdbg")
-    for folder in folders:
-        shard = _read_shard(folder, run.problems, tail_segments)
+    for folder in found:
+        if window is not None and not window.holds(folder):
+            continue
+        shard = _read_shard(folder, run.problems, window)
         if shard is not None:
             run.shards.append(shard)
     if not run.shards:
@@ -115,6 +122,17 @@ def read_run(run_dir: str | Path, *, tail_segments: int | None = None) -> Run:
     run.clocks = align(run.shards, run.launcher)
     run.launcher.sort(key=lambda event: _int(event.get("t_unix_ns")))
     return run
+
+
+def folders(run_dir: Path) -> list[Path]:
+    """The folders of a run's shards."""
+    return sorted(path for path in (run_dir / schema.RANKS_FOLDER).glob("*") if path.is_dir())
+
+
+def attempt_and_rank(folder: Path) -> tuple[int, int]:
+    """Attempt and rank of a shard, as its folder's name tells; 0 where it does not."""
+    matched = _FOLDER.match(folder.name)
+    return (int(matched.group(2)), int(matched.group(1))) if matched else (0, 0)
 
 
 class ShardStream:
@@ -171,14 +189,13 @@ class ShardStream:
 
     def segments(self) -> Iterator[np.ndarray]:
         """The records, a segment at a time; in order of time thread by thread."""
-        kinds = [int(kind) for kind in schema.EventKind]
         for path in sorted(self.folder.glob("seg-*" + schema.SEGMENT_SUFFIX)):
             try:
                 records, _ = _read_segment(path)
             except ShardError as error:
                 self.problems.append(str(error))
                 continue
-            records = records[np.isin(records["kind"], kinds)]
+            records = records[_KNOWN[records["kind"]]]
             if self.clocks is not None and self.clocks.drifts(self.clock):
                 records = records.copy()
                 records["t"] = self.clocks.to_unix(self.clock, records["t"]) - self.offset_ns
@@ -192,7 +209,7 @@ def stream_run(run_dir: str | Path) -> tuple[list[ShardStream], list[str]]:
     if not path.is_dir():
         raise RunDirError(f"{path} is not a directory; give the run directory that `distdbg run` printed first")
     streams = []
-    for folder in sorted(p for p in (path / schema.RANKS_FOLDER).glob("*") if p.is_dir()):
+    for folder in folders(path):
         about = json_file(folder / schema.META_FILE, problems)
         if about is None:
             problems.append(f"{folder}: no {schema.META_FILE}; the rank is left out, copy its folder again")
@@ -295,14 +312,26 @@ def _read_names(folder: Path, problems: list[str]) -> list[Name | None]:
     return names
 
 
-def _read_segment(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """(records, header's JSON). Raises ShardError."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(schema.SEGMENT_HEADER_SIZE)
-            data = file.read()
-    except OSError as error:
-        raise ShardError(f"{path} cannot be read ({error.strerror})") from error
+def capacity(path: Path) -> int:
+    """The number of slots of a segment. Raises OSError; ShardError where it is none that can be read."""
+    with open(path, "rb") as file:
+        _header(path, file.read(schema.SEGMENT_HEADER_SIZE))
+        return (os.fstat(file.fileno()).st_size - schema.SEGMENT_HEADER_SIZE) // schema.RECORD_SIZE
+
+
+def slots(path: Path, begin: int, end: int) -> np.ndarray:
+    """Some slots of a segment, as far as it has them; RECORD_DTYPE, shape (slots,). Raises OSError."""
+    with open(path, "rb") as file:
+        file.seek(schema.SEGMENT_HEADER_SIZE + begin * schema.RECORD_SIZE)
+        return _decoded(file.read(max(0, end - begin) * schema.RECORD_SIZE))
+
+
+def _decoded(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype=RECORD_DTYPE, count=len(data) // schema.RECORD_SIZE)
+
+
+def _header(path: Path, head: bytes) -> dict[str, Any]:
+    """The JSON in a segment's header. Raises ShardError."""
     try:
         magic, version, header, record, _, _, length = schema.SEGMENT_HEADER.unpack_from(head)
     except struct.error:
@@ -316,23 +345,29 @@ def _read_segment(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
         )
     if record != schema.RECORD_SIZE or header != schema.SEGMENT_HEADER_SIZE:
         raise ShardError(f"{path} has another record layout ({record} bytes a record); the file is left out")
-    whole = len(data) // schema.RECORD_SIZE * schema.RECORD_SIZE
-    records = np.frombuffer(data[:whole], dtype=RECORD_DTYPE)
-    text = head[schema.SEGMENT_HEADER.size : schema.SEGMENT_HEADER.size + length]
     try:
-        about = json.loads(text)
+        about = json.loads(head[schema.SEGMENT_HEADER.size : schema.SEGMENT_HEADER.size + length])
     except ValueError:
         about = {}
-    return records[records["kind"] != 0], about if isinstance(about, dict) else {}
+    return about if isinstance(about, dict) else {}
 
 
-def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | None:
+def _read_segment(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """(records, header's JSON). Raises ShardError."""
+    try:
+        with open(path, "rb") as file:
+            about = _header(path, file.read(schema.SEGMENT_HEADER_SIZE))
+            records = _decoded(file.read())
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read ({error.strerror})") from error
+    return records[records["kind"] != 0], about
+
+
+def _segments(folder: Path, problems: list[str]) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """(records of each segment, the first header's JSON)."""
     parts: list[np.ndarray] = []
     header: dict[str, Any] = {}
-    segments = sorted(folder.glob("seg-*" + schema.SEGMENT_SUFFIX))
-    if tail is not None:
-        segments = segments[-tail - 1 :]  # the newest may be a prepared one that is empty yet
-    for path in segments:
+    for path in sorted(folder.glob("seg-*" + schema.SEGMENT_SUFFIX)):
         try:
             records, about = _read_segment(path)
         except ShardError as error:
@@ -340,17 +375,41 @@ def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | 
             continue
         header = header or about
         parts.append(records)
+    return parts, header
+
+
+def _windowed(folder: Path, window: "Window", problems: list[str]) -> tuple[list[np.ndarray], int | None]:
+    try:
+        records, step = window.read(folder)
+    except OSError as error:
+        problems.append(f"{folder} cannot be read ({error.strerror}); copy it again from the rank's host")
+        return [], None
+    return [records], step
+
+
+def _in_order(records: np.ndarray) -> np.ndarray:
+    t = np.ascontiguousarray(records["t"])
+    return records if (t[1:] >= t[:-1]).all() else records[np.argsort(t, kind="stable")]
+
+
+def _read_shard(folder: Path, problems: list[str], window: "Window | None") -> Shard | None:
+    first_step: int | None = None
+    header: dict[str, Any] = {}
+    if window is not None:
+        parts, first_step = _windowed(folder, window, problems)
+    else:
+        parts, header = _segments(folder, problems)
     meta = json_file(folder / schema.META_FILE, problems) or {}
     about = {**header, **meta}
     if not parts or not about:
         problems.append(f"{folder}: nothing of this rank can be read; copy the folder again from the rank's host")
         return None
     records = np.concatenate(parts) if len(parts) > 1 else parts[0]
-    known = np.isin(records["kind"], [int(kind) for kind in schema.EventKind])
+    known = _KNOWN[records["kind"]]
     if not known.all():
         problems.append(f"{folder}: {int((~known).sum())} events of unknown kinds were left out")
         records = records[known]
-    records = records[np.argsort(records["t"], kind="stable")]
+    records = _in_order(records)
     matched = _FOLDER.match(folder.name)
     found = about.get("anchor")
     anchor: dict[str, Any] = found if isinstance(found, dict) else {}
@@ -375,4 +434,5 @@ def _read_shard(folder: Path, problems: list[str], tail: int | None) -> Shard | 
         native_stacks=json_file(folder / schema.NATIVE_STACKS_FILE, problems),
         fatal_stacks=fatal if fatal.exists() else None,
         clock=_clock_id(about),
+        first_step=first_step,
     )

@@ -4,6 +4,7 @@ A step takes equally long on all ranks, since collectives make all wait for the 
 apart. All thresholds are relative to the job's own step and its own noise.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -19,6 +20,7 @@ from distdbg.schema import EventKind as K
 
 WARM_UP = 2  # the first steps allocate, compile and rebuild buckets
 MIN_STEPS = 8  # late ones
+MIN_TAIL = 32  # steps of a run's end that are looked at by themselves
 STEADY = 3.0  # times the spread of the lateness from step to step
 SHARE = 0.10  # of a step, that must be lost for others to care
 LATE = 0.85  # the part of the steps, from the first late one on, in which a straggler is late
@@ -41,25 +43,36 @@ class Late:
     habit: bool = False  # told by its own earlier steps: it has no peer that does the same
 
 
-def find(facts: Facts) -> dict[str, Any] | None:
-    """The verdict of kind `straggler`, or None."""
-    if facts.symptom or len(facts.views) < 2:
-        return None
+def late(facts: Facts) -> list[Late]:
+    """The ranks that make the others wait, the worst first; others that are much less late than it are left out."""
+    if len(facts.views) < 2:
+        return []
     found: list[Late] = []
     for table in _tables(facts):
-        late = _behind_peers(table)
-        found += [*late.values(), *_slow_everywhere(facts, table, late).values()]
+        for part in table.tails():
+            behind = _behind_peers(part)
+            behind |= _slow_everywhere(facts, part, behind)
+            if behind:
+                found += behind.values()
+                break
     alone = [ranks[0] for ranks in roles(facts.views) if len(ranks) == 1]
     if alone:
         everyone = tuple(facts.views)
         table = _table(facts, everyone, 1)
         habits = (_slower_than_before(table, everyone.index(rank)) for rank in alone)
         found += [one for one in habits if one is not None]
-    if not found:
-        return None
-    found.sort(key=lambda late: -late.excess)
-    worst = [late for late in found if late.excess > found[0].excess / 2]
-    return _verdict(facts, worst)
+    found.sort(key=lambda one: -one.excess)
+    return [one for one in found if one.excess > found[0].excess / 2]
+
+
+def suspects(facts: Facts, count: int) -> list[int]:
+    """The ranks that are most behind their peers, whether that is much or little."""
+    found: list[tuple[float, int]] = []
+    for table in _tables(facts):
+        if table.steps:
+            behind = np.median(table.total - others_median(table.total), axis=1) / np.maximum(table.step_ns, 1)
+            found += zip(behind.tolist(), table.ranks, strict=True)
+    return [rank for _, rank in sorted(found, reverse=True)[:count]]
 
 
 def imbalance(facts: Facts) -> list[str]:
@@ -105,6 +118,16 @@ class Table:
         """By rank, the median time of a step."""
         found: np.ndarray = np.median(self.total + self.waiting, axis=1)
         return found
+
+    def tails(self) -> Iterator["Table"]:
+        """The table, then its later half, and so on: a rank may be late for good only since lately."""
+        yield self
+        count = len(self.steps) // 2
+        while count >= MIN_TAIL:
+            places = {key: values[:, -count:] for key, values in self.places.items()}
+            rest = (values[:, -count:] for values in (self.total, self.waiting, self.inputs))
+            yield Table(self.ranks, self.steps[-count:], places, *rest)
+            count //= 2
 
     def wider(self) -> list[tuple[Key, frozenset[Key]]]:
         """Places, the finest first: a node or module in a phase, all nodes of a module, a module in all phases.
@@ -344,7 +367,8 @@ def _change(series: np.ndarray) -> int | None:
     return best[1] if best is not None else None
 
 
-def _verdict(facts: Facts, late: list[Late]) -> dict[str, Any]:
+def told(facts: Facts, late: list[Late]) -> dict[str, Any]:
+    """The verdict of kind `straggler`."""
     entries = []
     evidence = []
     for one in late:

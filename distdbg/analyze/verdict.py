@@ -20,12 +20,15 @@ from distdbg.analyze import (
     flight_beside,
     flight_mismatch,
     flight_verdict,
+    longer,
     mismatch,
     numeric,
     replicas,
     stall,
     straggler,
+    window,
 )
+from distdbg.analyze.dropped import first_by_digest
 from distdbg.analyze.facts import Facts, gather
 from distdbg.analyze.read import Run, read_run
 from distdbg.errors import RunDirError, ShardError
@@ -39,24 +42,37 @@ _RULES = (
     stall.find,
     mismatch.find_silent,
     numeric.find,
-    straggler.find,
 )
 
 
-def diagnose(run_dir: str | os.PathLike[str], flight_recorder: Sequence[str | os.PathLike[str]] = ()) -> dict[str, Any]:
+def diagnose(
+    run_dir: str | os.PathLike[str],
+    flight_recorder: Sequence[str | os.PathLike[str]] = (),
+    *,
+    whole: bool = False,
+) -> dict[str, Any]:
     """The verdict over a run directory, as in verdict.json. Raises DistdbgError where nothing can be read.
 
-    ``flight_recorder``: dumps of PyTorch's Flight Recorder to read beside it: files, folders or prefixes.
+    ``flight_recorder``: dumps of PyTorch's Flight Recorder to read beside it: files, folders or prefixes. Of a large
+    run the last steps are read, and more where a verdict needs it; with ``whole`` all there is.
     """
-    return diagnose_run(read_evidence(run_dir, flight_recorder))
+    return diagnose_run(read_evidence(run_dir, flight_recorder, whole=whole))
 
 
-def read_evidence(run_dir: str | os.PathLike[str], flight_recorder: Sequence[str | os.PathLike[str]] = ()) -> Run:
-    """A run, which may have no shard where there are dumps of the Flight Recorder. Raises DistdbgError."""
+def read_evidence(
+    run_dir: str | os.PathLike[str],
+    flight_recorder: Sequence[str | os.PathLike[str]] = (),
+    *,
+    whole: bool = False,
+) -> Run:
+    """What a verdict needs of a run, or with ``whole`` all of it. Raises DistdbgError.
+
+    It may have no shard where there are dumps of the Flight Recorder.
+    """
     path = Path(run_dir)
     given = [file for at in flight_recorder for file in flight.files_at(Path(at))]
     try:
-        run = read_run(path)
+        run = read_run(path, None if whole else window.plan(path))
     except (RunDirError, ShardError) as error:
         if not path.is_dir():
             raise
@@ -73,12 +89,34 @@ def diagnose_run(run: Run) -> dict[str, Any]:
     """The verdict over a run that has been read."""
     if not run.shards:
         return flight_verdict.diagnose_files(run.flight_recorder, run.problems)
-    facts = gather(run)
+    facts = _far_enough(gather(run))
+    found = _judged(facts)
+    if found["kind"] == "unknown" and facts.run.window is not None and facts.run.window.earlier(0) is not None:
+        return _judged(gather(_read_again(facts.run, None)))
+    return found
+
+
+def _judged(facts: Facts) -> dict[str, Any]:
     for rule in _RULES:
         verdict = rule(facts)
         if verdict is not None:
             return _finish(facts, verdict)
-    return _finish(facts, _nothing(facts))
+    return _finish(facts, longer.find(facts) or _nothing(facts))
+
+
+def _far_enough(facts: Facts) -> Facts:
+    """The facts; where digests tell that the ranks parted before what was read, those from some steps before on."""
+    parting = first_by_digest(facts.views) if facts.run.window is not None else None
+    if parting is None or facts.run.window is None:
+        return facts
+    earlier = facts.run.window.earlier(parting.step - window.WHOLE_STEPS)
+    return facts if earlier is None else gather(_read_again(facts.run, earlier))
+
+
+def _read_again(run: Run, other: window.Window | None) -> Run:
+    again = read_run(run.path, other)
+    again.flight_recorder = run.flight_recorder
+    return again
 
 
 def write(run_dir: Path, verdict: dict[str, Any]) -> None:
@@ -99,6 +137,8 @@ def _nothing(facts: Facts) -> dict[str, Any]:
             "confidence": 0.9,
         }
     what = f"no rank can be named: {facts.symptom or 'the run did not end'}"
+    if facts.run.window is not None:
+        what += f" (only steps from {facts.run.window.step} on were read; --whole reads all)"
     if missing:
         what += f"; the shards of {facts.names(missing)} are missing"
     return {"kind": "unknown", "summary": what, "cause": facts.symptom or "incomplete evidence", "confidence": 0.3}
@@ -132,6 +172,8 @@ def _finish(facts: Facts, verdict: dict[str, Any]) -> dict[str, Any]:
         confidence *= 0.8
     evidence += flight_beside.agreement(facts.beside)
     problems = [*facts.problems]
+    if facts.run.window is not None:
+        evidence.append(f"read: the events from step {facts.run.window.step} on, and the digests of earlier steps")
     return {
         "schema": schema.VERDICT_SCHEMA,
         "kind": verdict["kind"],

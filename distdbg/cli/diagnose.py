@@ -23,6 +23,11 @@ def main(argv: list[str]) -> int:
         help="dumps of PyTorch's Flight Recorder to read beside the shards, or in place of them: a file, a folder, or "
         "what stands before the rank in their names; may be repeated (RUN_DIR/flight-recorder* is read anyhow)",
     )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="read all events of a large run, not just those of the last steps and what else a verdict needs",
+    )
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON (as in verdict.json)")
     parser.add_argument("--write", action="store_true", help="also write RUN_DIR/verdict.json")
     parser.add_argument(
@@ -36,7 +41,7 @@ def main(argv: list[str]) -> int:
     from distdbg.analyze import facts, verdict
     from distdbg.report import lanes, terminal
 
-    run = verdict.read_evidence(args.run_dir, args.flight_recorder)
+    run = verdict.read_evidence(args.run_dir, args.flight_recorder, whole=args.whole)
     found = verdict.diagnose_run(run)
     if args.write:
         verdict.write(args.run_dir, found)

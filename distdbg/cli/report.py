@@ -14,14 +14,15 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run_dir", type=Path, help="the run directory that `distdbg run` printed first")
     parser.add_argument("-o", "--output", type=Path, help="the file to write (default: RUN_DIR/report.html)")
+    parser.add_argument("--whole", action="store_true", help="read all events of a large run, not just the last steps")
     args = parser.parse_args(argv)
 
-    from distdbg.analyze import facts, read, verdict
+    from distdbg.analyze import facts, read, verdict, window
     from distdbg.report import html
 
     began = time.monotonic()
     output = args.output or args.run_dir / "report.html"
-    run = read.read_run(args.run_dir)
+    run = read.read_run(args.run_dir, None if args.whole else window.plan(args.run_dir))
     for problem in run.problems:
         print(f"distdbg: {problem}", file=sys.stderr)
     found = verdict.diagnose_run(run)

@@ -28,8 +28,10 @@ class Rank:
     def __init__(self, run_dir: Path, rank: int, world: int, **about: Any) -> None:
         self.now = START
         self._skew = int(about.pop("skew_ns", 0))
+        size = int(about.pop("segment_bytes", shard.SEGMENT_BYTES))
         with self._clock():
-            self.writer = ShardWriter(run_dir, identity(rank, world, **about), {"argv": ["train.py"]})
+            who = identity(rank, world, **about)
+            self.writer = ShardWriter(run_dir, who, {"argv": ["train.py"]}, segment_bytes=size)
         self.rank, self.world = rank, world
         self.backwards = 0
         self._seqs: dict[str, int] = {}
